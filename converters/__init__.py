@@ -49,9 +49,11 @@ def has_table(hf_config: Mapping[str, Any]) -> bool:
 
 
 def table(hf_config: Mapping[str, Any], *, value_head: bool = False) -> list[Rule]:
-    """Returns the conversion rules for the architecture of config.json; with `value_head`, those
-    for a value model of this architecture.
-    Raises CheckpointError for an architecture without a table.
+    """Returns the conversion rules (see `rules.Rule`) of all tensors of the model that config.json
+    describes.
+
+    `hf_config`: the parsed config.json; `value_head`: the model is a value model, which has a value
+    head instead of the LM head. Raises CheckpointError for an architecture without a table.
     """
     hf_config = completed(hf_config)
     rules: list[Rule] = _family(hf_config).table(hf_config)
@@ -62,7 +64,7 @@ def table(hf_config: Mapping[str, Any], *, value_head: bool = False) -> list[Rul
 
 
 def completed(hf_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns config.json with the architecture's default for each absent field.
+    """Returns the fields of config.json, with the architecture's default for each absent field.
 
     Raises CheckpointError for an architecture without a table, and for fields that are missing,
     null or of the wrong type.
@@ -72,16 +74,19 @@ def completed(hf_config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def default_rope_theta(hf_config: Mapping[str, Any]) -> float:
-    """Returns the architecture's base of the rotary embedding, for a config.json that does not set
-    it.
+    """Returns the base of the rotary embedding (rope_theta) that the architecture uses if
+    config.json does not set one.
     """
     fields: Fields | VisionFields | AudioFields = _family(hf_config).FIELDS
     return fields.rope_theta
 
 
 def left_out(hf_config: Mapping[str, Any], names: Iterable[str]) -> set[str]:
-    """Returns those of `names` (all tensors of a folder) that no rule covers, although a folder of
-    this architecture may contain them.
+    """Returns the names of tensors in a Hugging Face folder that are ignored because no rule covers
+    them, such as those of multi-token prediction layers.
+
+    `names`: all tensor names of the folder. Names that are neither covered by a rule nor known for
+    the architecture are not returned.
     """
     names = set(names)
     found = {name for name in names if re.fullmatch(NOT_WEIGHTS, name)}
@@ -91,8 +96,9 @@ def left_out(hf_config: Mapping[str, Any], names: Iterable[str]) -> set[str]:
 
 
 def written(hf_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the fields of config.json to change in an exported folder; None stands for a field to
-    remove.
+    """Returns the changes to config.json for an exported folder: field -> new value, or None to
+    remove the field.
+
     An export contains no tensors that are `left_out`, and no quantised weights. An architecture
     without a table is exported with the tensors that transformers reads, which exclude multi-token
     prediction layers.
@@ -106,10 +112,11 @@ def written(hf_config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def stacks_of(hf_config: Mapping[str, Any]) -> list[Stack]:
-    """Returns the tensors of a folder that stack one matrix of every expert; the rules list these
-    matrices individually.
-    Returns [] for an architecture without a table: its backend reads the folder's tensors
-    unchanged.
+    """Returns descriptions of the folder's stacked tensors, each of which concatenates a matrix
+    (e.g. down_proj) of all experts of a layer; the rules list these matrices individually.
+
+    Returns [] for an architecture that has none, or has no table: its backend then reads the
+    folder's tensors unchanged.
     """
     if not has_table(hf_config):
         return []

@@ -35,8 +35,8 @@ LOCAL_DOWN, LOCAL_UP = ".lora.a", ".lora.b"  # suffixes of a Megatron module's n
 
 @dataclass(frozen=True)
 class AdaptedLayer:
-    """AdaptedLayer holds the rule of a linear layer's weight, and the rules of the two matrices of
-    its adapter.
+    """AdaptedLayer describes a layer with a LoRA adapter: the conversion rule of the layer's
+    weight, and those of the adapter's two matrices, a (`down`) and b (`up`).
     """
 
     base: Rule
@@ -54,23 +54,30 @@ class AdaptedLayer:
 
     @property
     def row_parallel(self) -> bool:
-        """Returns whether a process holds its own columns of `a` and all of `b`."""
+        """Returns whether each tensor-parallel process holds a slice of the columns of the
+        adapter's matrix `a`, and all of matrix `b`, as for a row-parallel linear layer.
+        """
         return isinstance(self.base, Row) or self.of_embedding
 
     @property
     def targets(self) -> tuple[str, ...]:
-        """Returns the names of the HF modules that have a LoRA pair, such as q_proj."""
+        """Returns the names of the layer's HF modules that have a LoRA pair, e.g. ("q_proj",
+        "v_proj") for a fused QKV layer.
+        """
         return tuple(hf_target(self.base, part) for part in self.parts)
 
 
 def adapted_layers(
     rules: Sequence[Rule], *, rank: int, targets: Sequence[str]
 ) -> list[AdaptedLayer]:
-    """Returns the layers of a decoder that `targets` name or, if it is empty, all linear layers of
-    attention, MLP and experts.
-    A value model has no LM head: if `targets` name the LM head among other layers, it is ignored.
-    Raises ConfigError for a target that the model does not have, for the embedding or the LM head
-    of a model that ties them, and for a model that cannot have adapters.
+    """Returns the decoder layers that get a LoRA adapter: those that `targets` name or, if it is
+    empty, all linear layers of attention, MLP and experts.
+
+    `rules`: conversion rules of the model; `rank`: LoRA rank; `targets`: names of HF or Megatron
+    modules, such as q_proj or linear_qkv. A value model has no LM head: if `targets` name the LM
+    head among other layers, it is ignored. Raises ConfigError for a target that the model does not
+    have, for the embedding or the LM head of a model that ties them, and for a model that cannot
+    have adapters.
     """
     if any(rule.megatron[0].startswith((MODULE, AUDIO)) for rule in rules):
         raise ConfigError(
@@ -97,8 +104,9 @@ def adapted_layers(
 
 
 def _refuse_tied(of_vocabulary: Sequence[Rule], targets: Sequence[str]) -> None:
-    """Raises ConfigError if `targets` name the embedding or the LM head, and both are the same
-    matrix.
+    """Raises ConfigError if `targets` name the embedding or the LM head of a model that ties them.
+
+    `of_vocabulary`: the conversion rules of embedding and LM head.
     """
     known = {*HEADS, *(name for rule in of_vocabulary for name in _names(rule))}
     if _are_tied(of_vocabulary):
@@ -106,8 +114,10 @@ def _refuse_tied(of_vocabulary: Sequence[Rule], targets: Sequence[str]) -> None:
 
 
 def refuse_named(targets: Sequence[str], words: Collection[str]) -> None:
-    """Raises ConfigError if `targets` contain one of `words`, the names of a matrix that is both
-    embedding and LM head.
+    """Raises ConfigError if `targets` name the embedding or the LM head, for a model that ties
+    them.
+
+    `words`: all names of these two modules.
     """
     if named := [target for target in targets if target in words]:
         raise ConfigError(
@@ -136,8 +146,8 @@ def without_head(targets: Sequence[str]) -> list[str]:
 
 
 def refuse_unknown(targets: Sequence[str], names: Collection[str]) -> None:
-    """Raises ConfigError for targets that are not among `names`, the layers of the model that can
-    have adapters.
+    """Raises ConfigError if one of `targets` is not among `names`, the modules of the model that
+    can have adapters.
     """
     if unknown := [target for target in targets if target not in names]:
         raise ConfigError(
@@ -147,7 +157,7 @@ def refuse_unknown(targets: Sequence[str], names: Collection[str]) -> None:
 
 
 def hf_target(rule: Rule, number: int) -> str:
-    """Returns the module name, such as q_proj, of the rule's HF tensor `number`."""
+    """Returns the module name, such as q_proj, of the HF tensor with index `number` in `rule.hf`."""
     return _leaf(rule.hf[number].name.removesuffix(WEIGHT))
 
 

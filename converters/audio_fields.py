@@ -45,10 +45,11 @@ class AudioFields:
         return self.text.rope_theta
 
     def completed(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the decoder's fields and "audio_config" in one dict, both completed with
-        defaults.
-        Raises CheckpointError with a list of fields that are missing, of the wrong type or
-        unsupported.
+        """Returns the decoder's fields and "audio_config" in one dict, both with defaults for
+        absent fields.
+
+        `given`: the parsed config.json. Raises CheckpointError with a list of fields that are
+        missing, of the wrong type or unsupported.
         """
         flat = self.text.completed({**self.text_sizes, **flattened(given)})
         token = flat.get("audio_token_index", flat.get("audio_token_id"))
@@ -91,7 +92,9 @@ def _tower(given: Any) -> dict[str, Any]:
 
 
 def _wrong(name: str, value: Any) -> str:
-    """Returns a text with the requirement that a field's value violates, or "" if it is valid."""
+    """Returns a description of valid values, such as "a positive whole number", if `value` is
+    invalid for the field `name` of audio_config; "" if it is valid.
+    """
     if name in REQUIRED:
         most = MOST_LAYERS if name == "encoder_layers" else LARGEST
         return "" if is_whole(value, 1, most) else "a positive whole number"

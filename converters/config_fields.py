@@ -29,8 +29,9 @@ DEFAULTS: Mapping[str, Any] = {
 class Fields:
     """Fields holds an architecture's required fields and its defaults for fields that are absent
     from config.json.
-    transformers also has defaults for sizes, those of one published model, which are never
-    intended; a config.json without `required` fields is rejected instead.
+
+    Sizes have no defaults, unlike in transformers, whose defaults are the sizes of one published
+    model: a config.json without a required field is rejected.
     """
 
     required: tuple[str, ...] = ()  # in addition to REQUIRED
@@ -41,7 +42,7 @@ class Fields:
     rope_theta: float = 10000.0
 
     def completed(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns `given` with a default for each absent field.
+        """Returns the fields `given`, those of config.json, with a default for each absent field.
 
         Raises CheckpointError with a list of fields that are missing, null or of the wrong type.
         """
@@ -63,8 +64,8 @@ class Fields:
 
 @dataclass(frozen=True)
 class Kind:
-    """Kind describes the values that a field may have: a text for messages, and a function that
-    accepts or rejects a value.
+    """Kind describes the valid values of a config.json field: `said` is a text for error messages,
+    `fits` returns whether a value is valid.
     """
 
     said: str

@@ -22,9 +22,11 @@ MLP = MEGATRON_LAYER + "mlp."
 def decoder(
     config: Config, attention: list[Rule], mlp: list[Rule], *, post_norm: bool = False
 ) -> list[Rule]:
-    """Returns the rules of a whole model in order; the caller supplies the rules of attention and
-    MLP.
-    With `post_norm` the norms follow attention and MLP.
+    """Returns the conversion rules of a whole decoder in order: embedding, norms, attention, MLP,
+    final norm and LM head.
+
+    `attention`, `mlp`: the rules of these parts, which differ by architecture. `post_norm`: the
+    norms follow attention and MLP instead of preceding them.
     """
     hidden, vocabulary = config["hidden_size"], config["vocab_size"]
     tied = config["tie_word_embeddings"]
@@ -64,7 +66,10 @@ def decoder(
 
 
 def in_layer(name: str, *shape: int) -> HFTensor:
-    """Returns the description of an HF tensor `name` that each layer has."""
+    """Returns the description of an HF tensor that each decoder layer has.
+
+    `name`: its name within the layer, such as "mlp.gate.weight"; `shape`: its dimensions.
+    """
     return HFTensor(HF_LAYER + name, shape)
 
 
@@ -76,10 +81,11 @@ def grouped_attention(
     full_width_qk_norm: bool = False,
     fused: bool = False,
 ) -> list[Rule]:
-    """Returns the rules of grouped-query attention.
+    """Returns the conversion rules of grouped-query attention.
 
-    `fused`: a folder stores q, k and v in one tensor. `full_width_qk_norm`: the q and k norms span
-    all heads.
+    `qkv_bias`: q, k and v have biases. `qk_norm`: q and k are normalised in each head;
+    `full_width_qk_norm`: over all heads together. `fused`: the folder stores q, k and v in one
+    tensor.
     """
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     groups = config.get("num_key_value_heads") or heads
@@ -129,9 +135,12 @@ def gated_mlp(
     projections: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj"),
     **where: Any,
 ) -> list[Rule]:
-    """Returns the rules of a gated MLP with HF names from the template `hf`, in which {projection}
-    is replaced by each of `projections`: gate, up and down, or gate and up as one tensor, and down.
-    `fc1`, `fc2`: candidates of Megatron's names; fc1 holds gate and up, fc2 down.
+    """Returns the two conversion rules of a gated MLP: of gate and up, which Megatron fuses, and of
+    down.
+
+    `ffn`: intermediate size. `hf`: template of the HF names, in which {projection} is replaced by
+    each of `projections`: gate, up and down; or gate and up as one tensor, and down. `fc1`, `fc2`:
+    the possible Megatron names of the two weights. `where`: fields of Rule, such as `layers`.
     """
     *above, down = (hf.replace("{projection}", name) for name in projections)
     fused = (ffn, ffn) if len(above) == 1 else ()
@@ -144,8 +153,9 @@ def gated_mlp(
 
 
 def dense_mlp(config: Config, **where: Any) -> list[Rule]:
-    """Returns the rules of the dense MLP; the argument `layers`, if given, restricts the rules to
-    these layers.
+    """Returns the conversion rules of a dense gated MLP.
+
+    `where`: fields of Rule; `layers` restricts the rules to the layers with these indices.
     """
     fc1, fc2 = ((f"{MLP}linear_{name}.weight",) for name in ("fc1", "fc2"))
     return gated_mlp(
@@ -167,10 +177,12 @@ def router(config: Config, experts: int, hf: str = "mlp.gate.weight", **where: A
 def routed_experts(
     config: Config, ffn: int, hf: str = "mlp.experts.{expert}.{projection}.weight", **where: Any
 ) -> list[Rule]:
-    """Returns the rules of routed experts, with two candidates of Megatron's names.
+    """Returns the conversion rules of an MoE layer's routed experts, with two possible Megatron
+    names for each weight.
 
-    Megatron's own experts are one module per expert; Transformer Engine's grouped module numbers
-    its weights.
+    `ffn`: intermediate size of an expert; `hf`: template of the HF names; `where`: further
+    arguments of `gated_mlp`. Megatron's own experts are one module per expert; Transformer Engine's
+    grouped module numbers its weights.
     """
     fc1, fc2 = (
         (
@@ -183,8 +195,11 @@ def routed_experts(
 
 
 def shared_expert(config: Config, ffn: int, hf: str, **where: Any) -> list[Rule]:
-    """Returns the rules of a shared expert, which is sharded over tensor-parallel ranks like a
-    dense MLP, unlike routed experts.
+    """Returns the conversion rules of an MoE layer's shared expert, which is sharded over
+    tensor-parallel ranks like a dense MLP, unlike routed experts.
+
+    `ffn`: its intermediate size; `hf`: its HF module, such as "mlp.shared_experts"; `where`: fields
+    of Rule.
     """
     fc1, fc2 = ((f"{MLP}shared_experts.linear_{name}.weight",) for name in ("fc1", "fc2"))
     return gated_mlp(config["hidden_size"], ffn, hf + ".{projection}.weight", fc1, fc2, **where)
@@ -216,8 +231,9 @@ def number_of_experts(config: Config) -> int:
 
 
 def value_head(config: Config) -> list[Rule]:
-    """Returns the rules of a value head, named as in transformers' sequence classifiers (without
-    bias) and token classifiers.
+    """Returns the conversion rules of a value head, whose HF names are those of transformers'
+    sequence classifiers (without bias) and token classifiers.
+
     They are optional, since the folder of a policy has no value head.
     """
     hidden = config["hidden_size"]

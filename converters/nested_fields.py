@@ -34,8 +34,9 @@ LISTS = ("fullatt_block_indexes", "deepstack_visual_indexes")
 
 
 def flattened(hf_config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns config.json with the fields of `text_config` moved to the top level; unchanged if it
-    has no `text_config`.
+    """Returns config.json with the fields of its section `text_config` moved to the top level;
+    unchanged if it has no `text_config`.
+
     Raises CheckpointError for a field with different values in the two places.
     """
     text = hf_config.get("text_config")
@@ -69,10 +70,11 @@ class VisionFields:
         return self.text.rope_theta
 
     def completed(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the decoder's fields and "vision_config" in one dict, both completed with
-        defaults.
-        Raises CheckpointError with a list of fields that are missing, of the wrong type or
-        unsupported.
+        """Returns the decoder's fields and "vision_config" in one dict, both with defaults for
+        absent fields.
+
+        `given`: the parsed config.json. Raises CheckpointError with a list of fields that are
+        missing, of the wrong type or unsupported.
         """
         flat = self.text.completed(flattened(given))
         if not is_whole(flat.get("image_token_id"), 0):
@@ -103,7 +105,9 @@ class VisionFields:
 
 
 def _wrong(name: str, value: Any) -> str:
-    """Returns a text with the requirement that a field's value violates, or "" if it is valid."""
+    """Returns a description of valid values, such as "a positive whole number", if `value` is
+    invalid for the field `name` of vision_config; "" if it is valid.
+    """
     if name in SIZES:
         most = MOST_LAYERS if name == "depth" else LARGEST
         return "" if is_whole(value, 1, most) else "a positive whole number"

@@ -17,9 +17,10 @@ from rftmega.core.errors import WeightMismatch
 
 
 class Segment(NamedTuple):
-    """Segment is the range of rows (or columns) from `start` to `stop` of part `part`: of an HF
-    tensor, or of a component of a fused HF tensor.
-    Part -1 is padding: zeros that no HF tensor contains.
+    """Segment is a range of rows or columns, from `start` to `stop`, of one of a rule's parts.
+
+    A part is an HF tensor or, if an HF tensor fuses several (such as q, k and v), one of these
+    components; `part` is its index. Part -1 is padding: zeros that no HF tensor contains.
     """
 
     part: int
@@ -44,9 +45,11 @@ class Sliceable(Protocol):
 
 @dataclass(frozen=True)
 class Rule:
-    """Rule describes one Megatron tensor and the HF tensors that it consists of.
+    """Rule describes one Megatron tensor, such as the fused QKV weight of a layer, and the HF
+    tensors that it consists of.
 
-    In names, {layer} and {expert} are local indices for Megatron and global ones for HF.
+    One rule stands for the tensors of all layers and experts: in names, {layer} and {expert} are
+    local indices for Megatron and global ones for HF.
     """
 
     # candidate names: the local spec's and Transformer Engine's; a module has exactly one of them
@@ -72,15 +75,15 @@ class Rule:
 
     @property
     def per_expert(self) -> bool:
-        """Returns whether the tensor belongs to a routed expert; such tensors are sharded over
+        """Returns whether each routed expert has such a tensor; these tensors are sharded over
         expert-tensor-parallel processes.
         """
         return "{expert}" in self.hf[0].name
 
     @property
     def opens(self) -> bool:
-        """Returns whether the first pipeline stage holds the tensor; other tensors without a layer
-        number are on the last stage.
+        """Returns whether the first pipeline stage holds the tensor, like the embedding; other
+        tensors without a layer number are on the last stage.
         """
         return self.megatron[0].startswith(("embedding.", "visual."))
 
@@ -92,22 +95,29 @@ class Rule:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Returns the length of each part along the sharded axis."""
+        """Returns the length, along the sharded axis, of each part: an HF tensor, or a component of
+        a fused one.
+        """
         return self.fused or tuple(tensor.shape[self.axis] for tensor in self.hf)
 
     def segments(self, rank: int, ranks: int) -> list[Segment]:
-        """Returns the segments of HF tensors that form shard `rank` of `ranks`.
+        """Returns the ranges of HF tensors that form, concatenated, the Megatron tensor of rank
+        `rank` of `ranks` (tensor-parallel) ranks.
 
         Raises WeightMismatch if the tensor can't be split equally.
         """
         return [self.stored(segment) for segment in self.cut(rank, ranks)]
 
     def cut(self, rank: int, ranks: int) -> list[Segment]:
-        """Returns the segments of parts (see Segment) that form shard `rank` of `ranks`."""
+        """Returns the segments that form the Megatron tensor of rank `rank` of `ranks`; unlike
+        `segments`, it counts the components of a fused HF tensor as separate parts.
+        """
         raise NotImplementedError
 
     def stored(self, segment: Segment) -> Segment:
-        """Returns the segment of an HF tensor that corresponds to a segment of a part."""
+        """Converts a segment of a component of a fused HF tensor to the corresponding segment of
+        the whole HF tensor; any other segment is returned unchanged.
+        """
         part, start, stop = segment
         if not self.fused or part < 0:
             return segment
@@ -127,8 +137,9 @@ class Replicated(Rule):
 class Column(Rule):
     """Column is the rule of a column-parallel linear layer, [out, in] split along out: rank r holds
     the r-th block of each part.
-    With two parts, gate and up: the block of gate, then the block of up. `narrow`: engines hold the
-    whole tensor on every rank.
+
+    With two parts, gate and up, a shard is the block of gate, then the block of up. `narrow`:
+    rollout engines hold the whole tensor on every rank.
     """
 
     narrow: bool = field(default=False, kw_only=True)
@@ -173,8 +184,8 @@ class Vocabulary(Rule):
 
 @dataclass(frozen=True)
 class VocabularyColumns(Vocabulary):
-    """VocabularyColumns is the rule of a matrix whose columns are split like the vocabulary: the
-    matrix of an embedding's adapter that is looked up by token.
+    """VocabularyColumns is the rule of a matrix [rank, vocabulary] whose columns are split like the
+    vocabulary: the matrix of an embedding's LoRA adapter that is looked up by token.
     """
 
     axis = 1
@@ -184,8 +195,9 @@ class VocabularyColumns(Vocabulary):
 class QKV(Rule):
     """QKV is the rule of the fused query, key and value projection, weight or bias, which Megatron
     interleaves by query group: [q.. k v | q.. k v | ...].
+
     A shard is a contiguous block of these rows. With fewer groups than ranks it contains part of a
-    group, as in Megatron.
+    group, as in Megatron. `groups`: number of query groups (key-value heads).
     """
 
     groups: int = field(kw_only=True)
@@ -208,8 +220,10 @@ class QKV(Rule):
 def instances(
     rules: Sequence[Rule], *, layers: int, experts: int
 ) -> Iterator[tuple[Rule, int | None, int | None]]:
-    """Yields (rule, layer, expert) for every Megatron tensor of a model; layer or expert is None if
-    the rule has none.
+    """Yields (rule, layer, expert) for every Megatron tensor of a model; layer or expert, an index,
+    is None if the tensor belongs to none.
+
+    `layers`, `experts`: numbers of layers and routed experts of the model.
     """
     for rule in rules:
         for layer in filter(rule.speaks_of, range(layers)) if rule.per_layer else [None]:
@@ -219,15 +233,15 @@ def instances(
 
 
 def padded_vocabulary(size: int, ranks: int) -> int:
-    """Returns the number of embedding rows after padding to a multiple of `ranks`, the number of
-    tensor-parallel ranks.
+    """Returns the number of embedding rows, `size`, rounded up to a multiple of `ranks`, the number
+    of tensor-parallel ranks.
     """
     return -(-size // ranks) * ranks
 
 
 def shard(rule: Rule, parts: Sequence[Sliceable], rank: int, ranks: int) -> Tensor:
-    """Returns the Megatron tensor of rank `rank`, built from the HF tensors `parts`, of which only
-    the needed segments are read.
+    """Returns the Megatron tensor of rank `rank` of `ranks`, built from `parts`, the HF tensors of
+    the rule, of which only the needed rows or columns are read.
     """
     pieces: list[Tensor] = []
     padding = 0
@@ -247,8 +261,9 @@ def shard(rule: Rule, parts: Sequence[Sliceable], rank: int, ranks: int) -> Tens
 
 
 def assemble(rule: Rule, shards: Sequence[Tensor], *, alias: bool = False) -> tuple[Tensor, ...]:
-    """Returns the HF tensors, built from the shards of all ranks and without padding: the inverse
-    of `shard`.
+    """Returns the rule's HF tensors without padding, built from `shards`, the Megatron tensors of
+    all ranks in order: the inverse of `shard`.
+
     With `alias`, an HF tensor that is contiguous in one shard is returned as a view of the shard.
     """
     parts: list[Tensor | None] = [None] * len(rule.hf)
@@ -266,7 +281,9 @@ def assemble(rule: Rule, shards: Sequence[Tensor], *, alias: bool = False) -> tu
 
 
 def located(rule: Rule, rank: int, ranks: int) -> Iterator[tuple[Segment, int]]:
-    """Yields the segments of shard `rank`, except padding, each with its offset in the shard."""
+    """Yields (segment, offset) for the parts of HF tensors in the shard of rank `rank` of `ranks`:
+    the range of the HF tensor, and the row or column of the shard where it begins.
+    """
     offset = 0
     for segment in rule.segments(rank, ranks):
         if segment.part >= 0:
@@ -275,7 +292,9 @@ def located(rule: Rule, rank: int, ranks: int) -> Iterator[tuple[Segment, int]]:
 
 
 def _clip(segments: Sequence[Segment], start: int, stop: int) -> Iterator[Segment]:
-    """Yields the parts of `segments` between positions `start` and `stop` of their concatenation."""
+    """Yields the portions of `segments` that lie between positions `start` and `stop` of their
+    concatenation.
+    """
     position = 0
     for part, low, high in segments:
         first, last = max(start, position), min(stop, position + high - low)
@@ -285,7 +304,7 @@ def _clip(segments: Sequence[Segment], start: int, stop: int) -> Iterator[Segmen
 
 
 def shard_shape(rule: Rule, rank: int, ranks: int) -> torch.Size:
-    """Returns the shape of the Megatron tensor of rank `rank`."""
+    """Returns the shape of the Megatron tensor of rank `rank` of `ranks`."""
     shape = list(rule.hf[0].shape)
     shape[rule.axis] = sum(stop - start for _, start, stop in rule.segments(rank, ranks))
     return torch.Size(shape)

@@ -15,7 +15,12 @@ def logical_tensor(
     dtype: torch.dtype,
     holders: tuple[tuple[Holding, tuple[int, ...]], ...] = (),
 ) -> LogicalTensor:
-    """Returns a description of the HF tensors of a rule, for one layer and expert."""
+    """Returns the description (names, shapes, dtype) of the HF tensors that a rule lists, for one
+    layer and expert.
+
+    `holders`: for each distinct shard, its blocks of these HF tensors and the global ranks that
+    hold it.
+    """
     names = rule.hf_names(layer, expert)
     kind, opens = rule.megatron[0], rule.opens
     return LogicalTensor(names, shapes_of(rule), dtype, layer, expert, kind, opens, holders)
@@ -29,8 +34,9 @@ def shapes_of(rule: Rule) -> tuple[tuple[int, ...], ...]:
 
 @lru_cache(maxsize=65536)
 def shard_parts(rule: Rule, rank: int, ranks: int) -> tuple[ShardPart, ...]:
-    """Returns the blocks of HF tensors that form shard `rank` of `ranks` of a rule's tensor;
-    cached, so that all layers share one object.
+    """Returns the blocks of HF tensors that the Megatron tensor of rank `rank` of `ranks` consists
+    of, each with its offset in this tensor; cached, so that all layers share one object.
+
     Raises WeightMismatch if the tensor cannot be split equally.
     """
     found = []
@@ -43,14 +49,16 @@ def shard_parts(rule: Rule, rank: int, ranks: int) -> tuple[ShardPart, ...]:
 
 @lru_cache(maxsize=65536)
 def holding(rule: Rule, rank: int, ranks: int) -> Holding:
-    """Returns (number of the HF tensor, block) for each of the rule's `shard_parts`, without the
-    offsets.
+    """Returns the blocks of HF tensors that the Megatron tensor of rank `rank` of `ranks` consists
+    of, each as (index of the HF tensor, start and stop along each dimension).
     """
     return tuple((part.number, part.box) for part in shard_parts(rule, rank, ranks))
 
 
 def segment_box(rule: Rule, segment: Segment) -> Box:
-    """Returns the block (box) of an HF tensor that a segment of a rule's tensor covers."""
+    """Converts a segment, a range along the sharded axis, to a block (box) of the HF tensor: start
+    and stop along each dimension.
+    """
     box = list(whole(rule.hf[segment.part].shape))
     box[rule.axis] = (segment.start, segment.stop)
     return tuple(box)

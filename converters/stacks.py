@@ -13,8 +13,8 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Stack:
-    """Stack describes one tensor that stacks matrices of all experts, and lists the names of these
-    matrices.
+    """Stack describes one tensor of a folder that concatenates matrices of all experts of a layer,
+    and lists the names that these matrices have as separate tensors.
     """
 
     name: str
@@ -32,9 +32,10 @@ class Stack:
         return experts, out, inputs
 
     def places(self, *, transposed: bool) -> Iterator[tuple[str, "Place"]]:
-        """Yields the name of every matrix in the stack and its Place.
+        """Yields (name, Place) for every matrix in the stack: its name as a separate tensor, and
+        its position.
 
-        `transposed`: the stack is stored in the published layout.
+        `transposed`: the folder has the published layout, whose matrices are transposed.
         """
         for expert, names in enumerate(self.matrices):
             for number, name in enumerate(names):
@@ -42,7 +43,7 @@ class Stack:
 
 
 class Place(NamedTuple):
-    """Place is the position of one matrix in a stack."""
+    """Place is the position of one expert's matrix in a stacked tensor."""
 
     stack: Stack
     expert: int
@@ -50,8 +51,8 @@ class Place(NamedTuple):
     transposed: bool
 
     def of(self, matrices: Tensor) -> Tensor:
-        """Returns the matrix [out, in] as a view of `matrices`, the slice of the stack that belongs
-        to its expert.
+        """Returns the matrix [out, in] as a view of `matrices`, the slice of the stacked tensor
+        that belongs to the matrix's expert.
         """
         own = matrices.T if self.transposed else matrices
         return own.narrow(0, self.start, self.stack.shape[0])

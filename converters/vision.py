@@ -18,7 +18,7 @@ AUDIO = "audio."
 
 
 def renamed(rules: list[Rule], prefix: str) -> list[Rule]:
-    """Returns the decoder's rules with the prefix "model." of HF names replaced by `prefix`."""
+    """Returns the decoder's rules with the prefix "model." of their HF names replaced by `prefix`."""
     return [_renamed(rule, prefix) for rule in rules]
 
 
@@ -32,8 +32,9 @@ def _renamed(rule: Rule, prefix: str) -> Rule:
 
 
 def tower_rules(shapes: Shapes, prefix: str) -> list[Rule]:
-    """Returns the rules of a vision encoder's tensors with these names and shapes, which a Hugging
-    Face folder stores under `prefix`.
+    """Returns the conversion rules of a vision encoder's tensors.
+
+    `shapes`: their names and shapes; `prefix`: the prefix of these names in a Hugging Face folder.
     """
     return [
         Replicated((MODULE + name,), (HFTensor(prefix + name, shape),)) for name, shape in shapes
@@ -41,7 +42,7 @@ def tower_rules(shapes: Shapes, prefix: str) -> list[Rule]:
 
 
 def audio_tower_rules(shapes: Shapes) -> list[Rule]:
-    """Returns the rules of an audio encoder's tensors with these names and shapes."""
+    """Returns the conversion rules of an audio encoder's tensors; `shapes`: their names and shapes."""
     return [Replicated((AUDIO + name,), (HFTensor(name, shape),)) for name, shape in shapes]
 
 
@@ -50,7 +51,9 @@ def is_of_tower(rule: Rule) -> bool:
 
 
 def embedding_name(rules: list[Rule]) -> str:
-    """Returns the Hugging Face name of the embedding's weight."""
+    """Returns the Hugging Face name of the embedding's weight, which is found among the model's
+    rules.
+    """
     first = next(rule for rule in rules if isinstance(rule, Vocabulary))
     return first.hf[0].name
 
@@ -61,7 +64,9 @@ def count_of(shapes: Shapes) -> int:
 
 
 def linear(name: str, out: int, inputs: int) -> Shapes:
-    """Yields the name and shape of the weight and the bias of a linear layer."""
+    """Yields the name and shape of a linear layer's weight [out, inputs] and of its bias [out];
+    `name`: the layer's name.
+    """
     yield f"{name}.weight", (out, inputs)
     yield f"{name}.bias", (out,)
 
@@ -72,7 +77,10 @@ def layer_norm(name: str, width: int) -> Shapes:
 
 
 def patches(tower: Tower, width: int) -> tuple[int, ...]:
-    """Returns the shape of the weight of the patch embedding, a 3D convolution."""
+    """Returns the shape of the patch embedding's weight, a 3D convolution.
+
+    `tower`: the vision encoder's config; `width`: its hidden size.
+    """
     side = tower["patch_size"]
     return width, tower["in_channels"], tower["temporal_patch_size"], side, side
 
@@ -80,8 +88,9 @@ def patches(tower: Tower, width: int) -> tuple[int, ...]:
 def check(tower: Tower, width: int, out: int, hidden: int) -> None:
     """Raises CheckpointError for a vision encoder whose config is inconsistent, in itself or with
     the decoder.
-    `width`: its hidden size; `out`: size of its output features; `hidden`: the decoder's hidden
-    size.
+
+    `tower`: its config; `width`: its hidden size; `out`: size of its output features; `hidden`: the
+    decoder's hidden size.
     """
     if width % tower["num_heads"] or width // tower["num_heads"] % 4:
         raise CheckpointError(

@@ -49,9 +49,9 @@ class AudioEncoder(nn.Module):
         self.audio_tower.gradient_checkpointing_enable(settings)
 
     def forward(self, frames: Tensor, lengths: Tensor) -> Tensor:
-        """Returns features [I, P / 2, H] of `frames` [I, M, 2 P], of which the first `lengths` [I]
-        are valid.
-        Padding after the valid frames is masked out of attention.
+        """Returns features [I, P / 2, H] of I waveforms. `frames` [I, M, 2 P]: log-mel frames with
+        M mel bins, padded to the encoder's window; `lengths` [I]: number of valid frames of each
+        waveform. Padding is masked out of attention; H is the decoder's hidden size.
         """
         positions = frames.shape[-1] // 2
         heard = torch.arange(positions, device=frames.device) < (lengths[:, None] - 1) // 2 + 1
@@ -83,9 +83,9 @@ class AudioLanguageModel(TowerModel):
     ) -> Any:
         """Runs the chunk over packed tokens [1, N].
 
-        The first chunk takes `frames` and `lengths` (see AudioEncoder; None if the micro-batch has
-        no waveform) and `features` [N]: the 1-based index of the encoder output that replaces the
-        token's embedding, 0 for text tokens.
+        The first chunk takes `frames` and `lengths` (see AudioEncoder.forward; None if the
+        micro-batch has no waveform) and `features` [N]: the 1-based index of the encoder output
+        that replaces the token's embedding, 0 for text tokens.
         """
         if not self.pre_process:
             return super().forward(

@@ -39,7 +39,8 @@ def transformer_config(
     fp8: str = "none",
 ) -> TransformerConfig:
     """Returns Megatron's TransformerConfig for a model in a parallel layout; parameters are in
-    `dtype`.
+    `dtype`. `dropout`: probability for hidden states and attention; `fp8`: recipe of FP8 matmuls,
+    "none": no FP8.
     """
     interleaved = parallel.virtual_pipeline > 1
     kind = MLATransformerConfig if model.latent else TransformerConfig
@@ -194,8 +195,10 @@ def build_chunk(
 ) -> GPTModel:
     """Builds this pipeline stage's layers or, under interleaved scheduling, its model chunk
     `chunk`, randomly initialised.
-    `head=False` omits the LM head, because value models have a value head instead. `freeze_vision`:
-    the vision or audio encoder is frozen. `adapters`: linear layers can have LoRA adapters.
+
+    `pre_process`, `post_process`: the chunk contains the embedding or the LM head. `head=False`
+    omits the LM head, because value models have a value head instead. `freeze_vision`: the vision
+    or audio encoder is frozen. `adapters`: linear layers can have LoRA adapters.
     """
     rope = model.rope
     if config.gradient_accumulation_fusion and not installed().weight_gradients:

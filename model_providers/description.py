@@ -35,8 +35,8 @@ class Experts:
     scale: float = 1.0  # scaling factor of the active experts' weights
 
     def __post_init__(self) -> None:
-        """Checks the counts. Raises CheckpointError for more active experts than experts, and for
-        groups that don't fit.
+        """Raises CheckpointError if more experts are active per token than there are, or the
+        experts cannot be divided into the given number of groups.
         """
         if self.active > self.number:
             raise CheckpointError(
@@ -64,7 +64,9 @@ class LatentAttention:
 
 @dataclass(frozen=True)
 class ModelDescription:
-    """ModelDescription describes a decoder; sizes are those of the whole model, before sharding."""
+    """ModelDescription describes the architecture of a decoder and its vision or audio encoder
+    (`tower`); sizes are those of the whole model, before sharding.
+    """
 
     family: str
     layers: int
@@ -123,7 +125,8 @@ FAMILIES = tuple(sorted(module.name for module in pkgutil.iter_modules(families.
 
 
 def describe(hf_config: Mapping[str, Any]) -> ModelDescription:
-    """Returns the description of the model of a Hugging Face config.
+    """Returns the description of the model of `hf_config`, the content of a Hugging Face
+    config.json.
 
     Raises CheckpointError, naming the field, for an unsupported architecture, or a setting that
     Megatron-Core 0.16 can't represent here.
@@ -149,10 +152,12 @@ def decoder(
     head_dim: int | None = None,
     partial_rope: bool = False,
 ) -> ModelDescription:
-    """Returns the description of a Llama-like decoder; other architectures change it with
-    dataclasses.replace.
-    `head_dim`: given if it follows from other fields. `partial_rope`: RoPE may cover only a part of
-    each head. Raises CheckpointError for inconsistent head sizes.
+    """Returns the description of a Llama-like decoder; functions of other architectures call this
+    one and change the result with dataclasses.replace.
+
+    `qkv_bias`: q, k and v have a bias. `qk_norm`: RMSNorm over each head of q and k. `head_dim`:
+    None to read it from `config`. `partial_rope`: RoPE may cover only a part of each head. Raises
+    CheckpointError for inconsistent head sizes.
     """
     config.only("hidden_act", "silu", why="this family is trained with it")
     config.only("mlp_bias", False, why="the layers are built without")
@@ -223,10 +228,11 @@ def _head_dim(config: HFConfig) -> int:
 def with_windows(
     model: ModelDescription, config: HFConfig, *, used: bool, listed: Callable[[int], bool]
 ) -> ModelDescription:
-    """Returns the description with sliding-window attention in the layers that `layer_types` lists,
-    or by default in those that `listed` accepts.
-    `used`: False disables the window. Raises CheckpointError if `layer_types` does not match the
-    model, or lists sliding windows without a window size.
+    """Returns the description with sliding-window attention in the layers that config.json's
+    `layer_types` lists, or, without `layer_types`, in the layers whose index `listed` accepts.
+
+    `used`: False disables the window in all layers. Raises CheckpointError if `layer_types` does
+    not match the model, or lists sliding windows without a window size.
     """
     window = config.get("sliding_window")
     if not used:
@@ -275,8 +281,8 @@ def qwen_windows(model: ModelDescription, config: HFConfig) -> ModelDescription:
 
 
 def layout_violations(model: ModelDescription, parallel: ParallelConfig) -> list[str]:
-    """Returns the reasons why a parallel layout does not fit the model, each with the nearest valid
-    value; empty if it fits.
+    """Returns the reasons, as error messages, why a parallel layout does not fit the model, each
+    with the nearest valid value; an empty list if the layout fits.
     """
     found = heads_violations(model, parallel.tensor, "parallel.tensor")
     if latent := model.latent:
@@ -384,9 +390,9 @@ def stage_layers(layers: int, parallel: ParallelConfig) -> list[list[range]]:
 
 
 def heads_violations(model: ModelDescription, processes: int, option: str) -> list[str]:
-    """Returns the reasons why the attention heads can't be split over `processes` processes; empty
-    if they can.
-    `option`: the config option that sets this number, for messages.
+    """Returns the reasons, as error messages, why the attention heads can't be split over
+    `processes` processes; an empty list if they can. `option`: the config option that sets the
+    number of processes, for the messages.
     """
     found = []
     if model.heads % processes:

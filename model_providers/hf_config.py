@@ -59,14 +59,13 @@ NEUTRAL = frozenset(
 
 
 class HFConfig(Mapping[str, Any]):
-    """HFConfig gives access to config.json's fields, completed with the architecture's defaults,
-    and records which fields were read.
-    Null counts as absent.
+    """HFConfig is a mapping of config.json's fields, completed with the architecture's defaults; it
+    records which fields were read. A field whose value is null counts as absent.
     """
 
     def __init__(self, fields: Mapping[str, Any]):
-        """Completes `fields`. Raises CheckpointError for fields that are missing, null where not
-        allowed, or of the wrong type.
+        """`fields`: the content of config.json. Raises CheckpointError for fields that are missing,
+        null where not allowed, or of the wrong type.
         """
         fields = flattened(fields)
         self._fields = {
@@ -102,8 +101,8 @@ class HFConfig(Mapping[str, Any]):
         return name in self._named
 
     def only(self, name: str, *values: Any, why: str) -> None:
-        """Raises CheckpointError if the field `name` is present with a value other than `values`;
-        `why` is the reason for the message.
+        """Raises CheckpointError unless the field `name` is absent or has one of `values`. `why`:
+        the reason that the error message gives.
         """
         if (value := self.get(name, values[0])) not in values:
             fits = " and ".join(json.dumps(fit) for fit in values)
@@ -112,8 +111,8 @@ class HFConfig(Mapping[str, Any]):
             )
 
     def refuse_unread(self) -> None:
-        """Raises CheckpointError for fields of config.json that were never read and might change
-        the model.
+        """Raises CheckpointError if config.json has a field that no code has read so far and that
+        might change the model.
         """
         family = self._fields.get("model_type", "")
         unread = sorted(
@@ -132,8 +131,9 @@ class HFConfig(Mapping[str, Any]):
 
 
 def read_hf_config(folder: str | Path) -> dict[str, Any]:
-    """Returns config.json of a Hugging Face folder, without fields that have no effect in its
-    sections for vision and audio encoders (`known_fields`).
+    """Returns the content of config.json in a Hugging Face folder. In the sections for vision and
+    audio encoders, it omits fields that have no effect.
+
     Raises CheckpointError if the file is missing or not a strict JSON object.
     """
     path = Path(folder) / "config.json"

@@ -17,7 +17,9 @@ from rftmega.runtime import device
 
 @dataclass(frozen=True)
 class Installed:
-    """Installed lists the optional packages that were found; on a CPU all are treated as missing."""
+    """Installed records which optional CUDA packages (Transformer Engine, apex, DeepEP and others)
+    can be imported; on a CPU all are treated as missing.
+    """
 
     transformer_engine: tuple[int, ...] | None = None  # its version
     permutation: bool = False  # Transformer Engine's kernels that permute tokens by expert
@@ -28,7 +30,9 @@ class Installed:
 
     @property
     def told(self) -> str:
-        """Returns the text about Transformer Engine for a run's first log line; empty on a CPU."""
+        """Returns the version of Transformer Engine, or why it is not used, as text for a run's
+        first log line; empty on a CPU.
+        """
         if self.transformer_engine is not None:
             return f"Transformer Engine {'.'.join(map(str, self.transformer_engine))}"
         return f"without Transformer Engine: {self.why_not}" if self.why_not else ""
@@ -36,10 +40,7 @@ class Installed:
 
 @functools.cache
 def installed() -> Installed:
-    """Returns the optional packages of this machine.
-
-    A package counts only if it can be imported, and on CUDA only.
-    """
+    """Returns which optional CUDA packages can be imported on this machine; on a CPU, none."""
     if device.current().type != "cuda":
         return Installed()
     _, why_not = _imported("transformer_engine.pytorch")
@@ -82,8 +83,8 @@ def version_of(text: str) -> tuple[int, ...]:
 def fused_kernels(
     found: Installed, model: ModelDescription, parallel: ParallelConfig, dtype: torch.dtype
 ) -> dict[str, Any]:
-    """Returns the fields of Megatron's config that enable the fused kernels of the packages in
-    `found`; without packages, none are enabled.
+    """Returns the fields of Megatron's TransformerConfig that enable the fused kernels of the
+    packages in `found`; without packages, none are enabled.
     """
     engine = found.transformer_engine or ()
     fields = {

@@ -14,7 +14,9 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 
 def allow_recomputation(model: Any) -> None:
-    """Prepares a model's layers for gradient checkpointing, which `learn` enables and disables."""
+    """Prepares the layers of a transformers model for gradient checkpointing, which `learn` enables
+    and disables.
+    """
     model.gradient_checkpointing_enable({"use_reentrant": False})
     for layer in model.modules():
         if isinstance(layer, GradientCheckpointingLayer):
@@ -24,7 +26,9 @@ def allow_recomputation(model: Any) -> None:
 
 
 def learn(model: nn.Module, learning: bool) -> None:
-    """Switches a model to training or to scoring, which differ only in gradient checkpointing."""
+    """Switches a transformers model to training (`learning`) or to scoring; both compute the same,
+    without dropout, but only training uses gradient checkpointing.
+    """
     model.eval()
     for layer in model.modules():
         if isinstance(layer, GradientCheckpointingLayer) and layer.gradient_checkpointing:

@@ -32,8 +32,9 @@ class OutputHead(NamedTuple):
 
 def output_head(model: "PreTrainedModel") -> OutputHead:
     """Returns the LM head of a model, which may be on the meta device, with its scale factors.
+
     Raises CheckpointError, naming the model's class, if the model computes its logits in another
-    way, such as bounding them or omitting some.
+    way, such as soft-capping them or omitting some.
     """
     kind, linear = type(model).__name__, model.get_output_embeddings()
     if not isinstance(linear, nn.Linear) or type(linear).forward is not nn.Linear.forward:
@@ -76,8 +77,8 @@ def output_head(model: "PreTrainedModel") -> OutputHead:
 
 
 def names_of_head(model: "PreTrainedModel") -> list[str]:
-    """Returns the names that the LM head's tensors have in a folder: of the weight, which may be
-    tied to the embedding, and of the bias.
+    """Returns the names of the LM head's tensors in a checkpoint: [name of the weight, name of the
+    bias]. The weight may be tied to the embedding.
     """
     head = model.get_output_embeddings()
     (name,) = [name for name, module in model.named_modules() if module is head]
@@ -112,7 +113,9 @@ def _factor(found: Tensor, given: Tensor) -> float | None:
 
 @functools.cache
 def _given_output() -> type[Any]:
-    """Returns a class of decoder outputs in which all fields but the hidden states are None."""
+    """Returns the class of the outputs of the substitute decoder, in which all fields but the
+    hidden states are None.
+    """
     from transformers.modeling_outputs import MoeModelOutputWithPast
 
     class GivenOutput(MoeModelOutputWithPast):

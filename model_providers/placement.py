@@ -11,8 +11,9 @@ from rftmega.model_providers.description import ModelDescription, stage_layers
 
 
 class Holding(NamedTuple):
-    """Holding identifies shard `rank` of `ranks` of a Megatron tensor; layer and expert are indices
-    in the whole model.
+    """Holding identifies shard `rank` of `ranks` of the Megatron tensor that `rule` describes.
+    `layer` and `expert`: its indices in the whole model, None for tensors outside layers or
+    experts.
     """
 
     rule: Rule
@@ -32,10 +33,13 @@ def holdings(
     expert_rank: int,
     expert_tensor_rank: int,
 ) -> Iterator[Holding]:
-    """Yields every shard that a process holds, for Megatron's own modules (not Transformer
-    Engine's).
-    Raises ValueError if the layout does not fit the model; using a yielded rule raises
-    WeightMismatch if its tensor can't be split.
+    """Yields a Holding for every shard that one process holds, for models of Megatron's own modules
+    (not Transformer Engine's).
+
+    `rules`: the model's Megatron tensors and their HF tensors. `stage`, `tensor_rank`,
+    `expert_rank`, `expert_tensor_rank`: the process's indices along pipeline, tensor, expert and
+    expert-tensor parallelism. Raises ValueError if the layout does not fit the model; using a
+    yielded rule raises WeightMismatch if its tensor can't be split.
     """
     layers = {layer for chunk in stage_layers(model.layers, parallel)[stage] for layer in chunk}
     experts = model.experts.number if model.experts else 0

@@ -47,9 +47,10 @@ class Rope:
 def read_rope(config: HFConfig, *, partial: bool = False) -> Rope:
     """Returns the RoPE settings of a config: `rope_parameters` of transformers 5, or `rope_theta`
     and `rope_scaling` (with `type` or `rope_type`) of transformers 4.
-    `partial`: this architecture's attention in transformers can rotate a part of each head. Raises
-    CheckpointError, naming the field, for settings that Megatron can't represent or transformers
-    refuses.
+
+    `partial`: transformers' code for this architecture can rotate only a part of each head, so the
+    config's rotated fraction is used. Raises CheckpointError, naming the field, for settings that
+    Megatron can't represent or transformers refuses.
     """
     fields = _fields(config)
     kind = fields.pop("rope_type")
@@ -105,8 +106,9 @@ def _fields(config: HFConfig) -> dict[str, Any]:
 
 
 def _sections(fields: dict[str, Any]) -> tuple[tuple[int, ...], bool]:
-    """Removes the M-RoPE sections (time, height, width) from `fields`, and returns them and whether
-    they are interleaved.
+    """Removes the M-RoPE fields from `fields`. Returns the numbers of frequencies for time, height
+    and width, and whether the three are interleaved. Raises CheckpointError if the numbers are
+    missing or invalid.
     """
     sections = fields.pop("mrope_section", None)
     interleaved = fields.pop("mrope_interleaved", False)
@@ -119,8 +121,8 @@ def _sections(fields: dict[str, Any]) -> tuple[tuple[int, ...], bool]:
 
 
 def _fraction(fields: dict[str, Any], config: HFConfig, kind: str | None) -> float:
-    """Removes the rotated fraction of a head from `fields` and returns it; `kind` is the RoPE type,
-    or None if the architecture always rotates whole heads.
+    """Removes the fraction of a head that RoPE rotates from `fields` and returns it; `kind` is the
+    RoPE type, or None if the architecture always rotates whole heads.
     """
     found = fields.pop("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
     if kind is None and found != 1.0:
@@ -139,9 +141,10 @@ def _fraction(fields: dict[str, Any], config: HFConfig, kind: str | None) -> flo
 
 
 def _number(fields: dict[str, Any], name: str) -> float:
-    """Removes a positive number from `fields` and returns it.
+    """Removes the field `name`, which must be a positive number, from `fields` and returns its
+    value.
 
-    Raises CheckpointError if it is missing, null or not a positive number.
+    Raises CheckpointError if the field is missing, null or not a positive number.
     """
     value = fields.pop(name, None)
     if not is_number(value, 0) or value == 0:
@@ -152,8 +155,8 @@ def _number(fields: dict[str, Any], name: str) -> float:
 
 
 def _optional(fields: dict[str, Any], name: str, default: float) -> float:
-    """Removes a number from `fields` and returns it, or `default` if it is absent, null or 0, as in
-    transformers.
+    """Removes the field `name`, a number, from `fields` and returns its value, or `default` if the
+    field is absent, null or 0, as in transformers.
     """
     if not fields.get(name):
         fields.pop(name, None)

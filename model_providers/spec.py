@@ -25,8 +25,8 @@ from rftmega.models.layers.post_norm import with_norm_behind
 
 
 def block_spec(config: TransformerConfig, chunk: int | None) -> TransformerBlockSubmodules:
-    """Returns the layer specs of this pipeline stage or, under interleaved scheduling, of its model
-    chunk `chunk`.
+    """Returns the layer specs (Megatron's TransformerBlockSubmodules) of this pipeline stage or,
+    under interleaved scheduling, of its model chunk `chunk`.
     """
     if uses_transformer_engine():
         return get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=chunk)
@@ -43,14 +43,15 @@ def block_spec(config: TransformerConfig, chunk: int | None) -> TransformerBlock
 
 
 def replace_layers(block: TransformerBlockSubmodules, kind: type) -> None:
-    """Replaces the class of all layers of a block by `kind`."""
+    """Replaces the module class of all layers in a block's spec by `kind`."""
     for layer in block.layer_specs:
         layer.module = kind
 
 
 def allow_adapters(block: TransformerBlockSubmodules) -> None:
-    """Replaces the linear layers of attention, MLPs and experts by subclasses that can have LoRA
-    adapters.
+    """Replaces the linear layers of attention, MLPs and experts in a block's spec by subclasses
+    that can have LoRA adapters.
+
     An adapter needs the input of the layer's matmul. Transformer Engine's fused norm and linear
     layers hide that input, so the norms become separate modules.
     """
@@ -77,9 +78,9 @@ def _adapt(mlp: MLPSubmodules, adapted: Callable[[type], type]) -> None:
 
 
 def norm_behind(block: TransformerBlockSubmodules, *, adapters: bool) -> None:
-    """Moves the norms of attention and MLP after their output projections.
+    """Moves the norms of attention and MLP after their output projections, in a block's spec.
 
-    `adapters`: `allow_adapters` has already separated norms from linear layers.
+    `adapters`: whether `allow_adapters` was applied, which separates norms from linear layers.
     """
     for layer in {id(layer): layer for layer in block.layer_specs}.values():
         parts = layer.submodules
@@ -92,7 +93,7 @@ def norm_behind(block: TransformerBlockSubmodules, *, adapters: bool) -> None:
 
 
 def norm_all_heads(block: TransformerBlockSubmodules) -> None:
-    """Replaces the q and k norms of each head by norms over all heads."""
+    """Replaces, in a block's spec, the q and k norms of each head by norms over all heads."""
     for layer in block.layer_specs:
         attention = layer.submodules.self_attention.submodules
         attention.q_layernorm, attention.k_layernorm = QueryNorm, KeyNorm

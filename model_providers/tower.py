@@ -11,7 +11,9 @@ TOKENS = ("video_token_id", "vision_start_token_id", "vision_end_token_id", "vis
 
 @dataclass(frozen=True)
 class VisionTower:
-    """VisionTower holds the sizes of a vision encoder; `fields` is the completed vision_config."""
+    """VisionTower holds the sizes of a vision encoder; `fields` is config.json's vision_config,
+    completed with defaults.
+    """
 
     depth: int
     width: int
@@ -31,16 +33,16 @@ class VisionTower:
 
     @property
     def patch_width(self) -> int:
-        """Returns the number of values in a patch of pixels."""
+        """Returns the number of values in a patch of pixels: channels * frames * height * width."""
         return self.channels * self.temporal_patch_size * self.patch_size**2
 
 
 def read_tower(
     config: HFConfig, *, width: str, ffn: int | None, gated: bool, parameters: int
 ) -> VisionTower:
-    """Returns the description of a vision encoder, read from vision_config.
+    """Returns the description of a vision encoder, read from `vision_config` in config.json.
 
-    `width` names the field of the encoder's hidden size; `ffn`: its FFN size, None to read
+    `width`: name of the field with the encoder's hidden size; `ffn`: its FFN size, None to read
     intermediate_size; `gated`: its MLPs are gated; `parameters`: its number of parameters.
     """
     fields = config["vision_config"]
@@ -68,7 +70,9 @@ def read_tower(
 
 @dataclass(frozen=True)
 class AudioTower:
-    """AudioTower holds the sizes of an audio encoder; `fields` is the completed audio_config."""
+    """AudioTower holds the sizes of an audio encoder; `fields` is config.json's audio_config,
+    completed with defaults.
+    """
 
     depth: int
     width: int
@@ -84,8 +88,8 @@ class AudioTower:
 
 
 def read_audio_tower(config: HFConfig, *, parameters: int) -> AudioTower:
-    """Returns the description of an audio encoder, read from audio_config; `parameters` is its
-    number of parameters.
+    """Returns the description of an audio encoder, read from `audio_config` in config.json;
+    `parameters` is the encoder's number of parameters.
     """
     fields = config["audio_config"]
     config.get("audio_token_id")

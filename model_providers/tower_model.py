@@ -17,15 +17,15 @@ from rftmega.model_providers.learning_mode import allow_recomputation, learn
 
 
 class TowerModel(GPTModel):
-    """TowerModel is one pipeline chunk; the first chunk contains the vision or audio encoder (the
-    tower), in the attribute that `place` names.
+    """TowerModel is one pipeline chunk of a vision- or audio-language model; the first chunk
+    contains the vision or audio encoder (the tower), under the attribute name `place`.
     """
 
     place: ClassVar[str]
 
     def __init__(self, *args: Any, tower: nn.Module | None, frozen: bool, **named: Any):
         """Builds the chunk with the given `tower`, which is None except in the first chunk; a
-        `frozen` tower is not trained.
+        `frozen` tower is not trained. The other arguments are GPTModel's.
         """
         super().__init__(*args, scatter_embedding_sequence_parallel=False, **named)
         self.frozen = frozen
@@ -42,8 +42,8 @@ class TowerModel(GPTModel):
         return self
 
     def _scattered(self, hidden: Tensor) -> Tensor:
-        """Returns this process's part of the sequence under sequence parallelism, otherwise
-        `hidden` unchanged.
+        """Returns this process's part of `hidden` [N, 1, H] along the sequence under sequence
+        parallelism, otherwise `hidden` unchanged.
         """
         if not self.config.sequence_parallel:
             return hidden

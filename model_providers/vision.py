@@ -42,8 +42,9 @@ def build_tower(model: ModelDescription, dtype: torch.dtype) -> nn.Module:
 
 
 class DeepstackLayer(TransformerLayer):
-    """DeepstackLayer adds to a layer's output the features of the vision encoder that belong to its
-    layer number (DeepStack, Qwen3-VL).
+    """DeepstackLayer is a decoder layer that adds vision features to its output; the vision encoder
+    returns separate features for each of the first decoder layers (DeepStack, Qwen3-VL).
+
     The features are passed as `context` [number of such layers, n, 1, H], which a decoder without
     cross-attention does not use otherwise. Unlike state kept by a hook, an argument is an input of
     Megatron's checkpointed forward: it is available when a layer is recomputed, belongs to the
@@ -77,9 +78,10 @@ class VisionLanguageModel(TowerModel):
     ) -> Any:
         """Runs the chunk over packed tokens [1, N].
 
-        The first chunk takes the images' patches `pixels` [P, C] and their sizes `grids` [I, 3]
-        (both None if the micro-batch has no image), and `features` [N]: the 1-based index of the
-        encoder output that replaces the token's embedding, 0 for text tokens.
+        The first chunk takes the patches `pixels` [P, C] of all images and the number of patches of
+        each image along time, height and width, `grids` [I, 3] (both None if the micro-batch has no
+        image), and `features` [N]: the 1-based index of the encoder output that replaces the
+        token's embedding, 0 for text tokens.
         """
         if not self.pre_process:
             return super().forward(

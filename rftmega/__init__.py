@@ -1,6 +1,7 @@
 """Reinforcement fine-tuning of language models on Megatron-Core, with vLLM as the rollout engine.
 
-`rftmega.train` runs a training from Python. Importing this costs nothing.
+`rftmega.train` runs a training from Python. Importing the package is cheap: its functions are
+imported on first use.
 """
 
 import importlib.util
@@ -27,8 +28,9 @@ for name in ("torchao", "torch.utils._pytree"):
 
 
 class _BeforeMegatron:
-    """Prepares torch for Megatron when that is first imported, whoever imports it: on a CPU it needs a
-    view of torch of its own (`rftmega.runtime.device.before_megatron`).
+    """_BeforeMegatron is an import hook that prepares torch at the first import of megatron.core,
+    by any module: on a CPU, Megatron needs a view of torch
+    (`rftmega.runtime.device.before_megatron`).
     """
 
     @classmethod
@@ -48,7 +50,9 @@ if "megatron.core" not in sys.modules:
 
 
 def __getattr__(name: str) -> Any:
-    """Imports what is asked for: a part of the package must not import the whole."""
+    """Imports a function or class of the public API (rftmega.run.api) on its first use, so that
+    importing a part of the package does not import the whole.
+    """
     if name not in __all__:
         raise AttributeError(f"module 'rftmega' has no attribute {name!r}")
     from rftmega.run import api

@@ -96,7 +96,7 @@ def _listed() -> str:
 
 
 def _missing() -> str:
-    """Says how to install what a run needs."""
+    """Returns the end of an error message: the pip commands that install the packages of a run."""
     stub = REQUIREMENTS / "torchvision_cpu"
     return (
         "which is not installed here. A run needs, without a GPU:\n"

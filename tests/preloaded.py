@@ -17,3 +17,6 @@ import rftmega.run.placement.supervised  # noqa: E402
 import rftmega.trainer  # noqa: E402, F401
 import rftmega.weights  # noqa: E402, F401
 import tests.tiny_models  # noqa: E402, F401
+
+# isort: split
+import rftmega.runtime.parallel.frozen_imports  # noqa: E402, F401

@@ -20,3 +20,6 @@ with warnings.catch_warnings():  # filters of a program that only imports are it
     import rftmega.rollout.engines.transformers
     import rftmega.rollout.engines.vllm  # noqa: F401
     import tests.tiny_models  # noqa: F401
+
+# isort: split
+import rftmega.runtime.parallel.frozen_imports  # noqa: E402, F401

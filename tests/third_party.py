@@ -16,3 +16,6 @@ with warnings.catch_warnings():  # filters of pytest are its own
     import transformers.models.qwen3_moe.modeling_qwen3_moe  # noqa: F401
 
 torch.set_num_threads(1)  # a pool of threads would not survive a fork
+
+# isort: split
+import rftmega.runtime.parallel.frozen_imports  # noqa: E402, F401

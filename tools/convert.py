@@ -162,7 +162,7 @@ def run(chosen: argparse.Namespace) -> int:
 
 def of_adapters(chosen: argparse.Namespace) -> int:
     """Merges or extracts adapters, and prints the share lost by rounding or by the limited rank.
-    Returns the exit code 0.
+    Returns the exit code 0. `chosen`: the parsed command line.
     """
     from rftmega.run.conversion import adapters
     from rftmega.run.conversion.progress_bar import progress_bar

@@ -69,7 +69,7 @@ def export(chosen: argparse.Namespace) -> int:
 
 
 def chosen_files(run: Path, step: int | None) -> list[Path]:
-    """Returns the trajectory files of a run, or only the file of `step`.
+    """Returns the trajectory files of a run, or only the file of step number `step`.
 
     Raises DataError if there is none.
     """
@@ -89,7 +89,8 @@ def chosen_files(run: Path, step: int | None) -> list[Path]:
 
 
 def tokenizer_folder(run: Path, given: Path | None, chat: RunChat) -> Path:
-    """Returns the folder with the run's tokenizer: `given`, or the run's policy/, or its model.path.
+    """Returns the folder with the run's tokenizer: `given`, or the policy/ of the output folder
+    `run`, or the run's model.path, which is in its chat settings `chat`.
 
     Raises DataError if none of them has a tokenizer.
     """
@@ -104,7 +105,8 @@ def tokenizer_folder(run: Path, given: Path | None, chat: RunChat) -> Path:
 
 
 def exporter_of(chat: RunChat, folder: Path) -> Any:
-    """Builds the MessageExporter of the run's trajectories; `folder`: see `tokenizer_folder`.
+    """Builds the MessageExporter that converts trajectories to messages. `chat`: the run's chat
+    settings; `folder`: folder of its tokenizer.
 
     Raises CheckpointError or DataError if the folder's tokenizer or template can't be used.
     """
@@ -125,8 +127,8 @@ def exporter_of(chat: RunChat, folder: Path) -> Any:
 def write(target: Path, lines: Iterator[dict[str, Any]]) -> tuple[int, int]:
     """Writes one JSON object per line to a draft, which is renamed to `target` when it is complete.
 
-    Returns the number of lines, and how many of them are exact. Raises OSError if the file can't be
-    written.
+    Returns the number of lines, and for how many of them "exact" is true (see above). Raises
+    OSError if the file can't be written.
     """
     draft = target.with_name(f".{target.name}.draft")
     count = exact = 0

@@ -167,8 +167,8 @@ def local(chosen: argparse.Namespace) -> int:
 
 
 def slurm(chosen: argparse.Namespace, given: list[str]) -> int:
-    """Checks the run, writes the sbatch file, and submits it with --submit. Returns the
-    exit code.
+    """Checks the run, writes the sbatch file, and submits it with --submit. Returns the exit code.
+    `chosen`: the parsed command line; `given`: its arguments as strings.
     """
     from rftmega import config as configuration
     from rftmega.run import preflight
@@ -230,7 +230,9 @@ def slurm(chosen: argparse.Namespace, given: list[str]) -> int:
 
 
 def problems(chosen: argparse.Namespace, config: "RunConfig") -> list[str]:
-    """Returns a message, with a remedy, for each problem of the nodes and of the file's contents."""
+    """Returns a message, with a remedy, for each problem of the nodes and of the file's contents.
+    `chosen`: the parsed command line.
+    """
     from rftmega.runtime.parallel.layout import nodes_of_engine
 
     found = []
@@ -321,9 +323,10 @@ def script(
 ) -> str:
     """Returns the text of the sbatch file.
 
-    `environment`: this shell's variables; `folder`: of the logs; `target`: the path of the file;
-    `latest`: the file that every complete checkpoint updates; `saved`: exit code of a run that was
-    asked to stop; `command`: the command line that made the file, for its comment.
+    `chosen`: the parsed command line; `environment`: this shell's variables; `folder`: of the logs;
+    `target`: the path of the file; `latest`: the file that every complete checkpoint updates;
+    `saved`: exit code of a run that was asked to stop; `command`: the command line that made the
+    file, for its comment.
     """
     written, left_out = captured(environment, HOST if not chosen.container else ())
     python = chosen.python or ("python" if chosen.container else sys.executable)
@@ -355,7 +358,9 @@ def script(
 
 
 def directives(chosen: argparse.Namespace, folder: Path) -> list[str]:
-    """Returns the options of the #SBATCH lines."""
+    """Returns the options of the #SBATCH lines. `chosen`: the parsed command line; `folder`: of the
+    logs.
+    """
     limits = {"time": chosen.time, "partition": chosen.partition, "account": chosen.account}
     alone = ["--exclusive", "--mem=0"]
     return [
@@ -376,7 +381,7 @@ def directives(chosen: argparse.Namespace, folder: Path) -> list[str]:
 
 def srun(chosen: argparse.Namespace, folder: Path) -> tuple[list[str], list[str]]:
     """Returns the srun options that all steps of the job share, and the options of the trainer's
-    step alone.
+    step alone. `chosen`: the parsed command line; `folder`: of the logs.
     """
     mounts = chosen.mounts or ",".join(
         f"{path}:{path}" for path in dict.fromkeys([str(ROOT), str(Path.cwd())])
@@ -402,8 +407,8 @@ def srun(chosen: argparse.Namespace, folder: Path) -> tuple[list[str], list[str]
 def captured(
     environment: Mapping[str, str], more: tuple[str, ...] = ()
 ) -> tuple[dict[str, str], list[str]]:
-    """Returns the environment variables that are written into the sbatch file, and the names of
-    variables that are left out since they may be secrets; both sorted by name.
+    """Returns the variables of `environment` that are written into the sbatch file, and the names
+    of variables that are left out since they may be secrets; both sorted by name.
 
     These are the variables that the program and its libraries read, and those in `more`.
     """

@@ -209,7 +209,9 @@ def show(chosen: argparse.Namespace) -> int:
 def figures(
     models: Mapping[str, "PlannedModel"], config: RunConfig, machine: "Machine"
 ) -> dict[str, Any]:
-    """Returns the predictions for a run, by name, as `--json` prints them."""
+    """Returns the predictions for a run by name, as `--json` prints them. `models`: the run's
+    models by name.
+    """
     from rftmega.run.planning.data_plane import on_each_host
     from rftmega.run.planning.fit import stages_of
     from rftmega.run.planning.memory import cache_of, load_of, on_device, on_host
@@ -262,7 +264,7 @@ def figures(
 
 
 def layout(config: RunConfig, world: int) -> str:
-    """Returns a description of the trainer's layout on `world` processes."""
+    """Returns a text that describes the trainer's layout on `world` processes."""
     from rftmega.runtime.parallel.layout import layout_name
 
     parallel = config.parallel
@@ -273,7 +275,9 @@ def layout(config: RunConfig, world: int) -> str:
 
 
 def advice(recommendation: "Recommendation", config: RunConfig) -> list[str]:
-    """Returns lines that recommend a backend, with the reason and the best layout of each backend."""
+    """Returns the lines of text that recommend a backend for `config`, with the reason and the best
+    layout of each backend.
+    """
     name, why = recommendation.backend, recommendation.why
     said = ["", *textwrap.wrap(f"Recommended: backend={name}: {why}" if name else why, WIDTH)]
     for backend, best in recommendation.best.items():
@@ -286,7 +290,7 @@ def advice(recommendation: "Recommendation", config: RunConfig) -> list[str]:
 
 
 def table(found: dict[str, Any]) -> list[str]:
-    """Returns the predictions of `figures` as lines of at most 100 columns."""
+    """Returns the predictions `found`, made by `figures`, as lines of at most 100 columns."""
     stages, memory, engine = found["stages"], found["memory"], found["engine"]
     phases = list(stages[0])
     switches = [f"recompute {found['recompute']}"]
@@ -353,7 +357,8 @@ def verdict(
     rejected: list[tuple[Mapping[str, Any], "Misfit"]],
 ) -> list[str]:
     """Returns lines about the reasons why a run does not fit, the proposed layout, and the rejected
-    layouts, of which the one with the smallest excess comes first.
+    layouts (changes to the config, and the reason why each does not fit), of which the one with the
+    smallest excess comes first.
     """
     if not reasons:
         return ["All of it fits."]

@@ -29,10 +29,11 @@ def show_splits(
     mean_length: float,
     as_json: bool,
 ) -> int:
-    """Prints the splits of the devices that fit, and which is the quickest. Returns the exit code 0.
+    """Prints the splits of the devices that fit, and which is the quickest; as JSON if `as_json`.
+    Returns the exit code 0.
 
-    `mean_length`: mean completion length as a share of the maximum. Raises ConfigError if no split
-    is possible.
+    `models`: the run's models by name; `mean_length`: mean completion length as a share of the
+    maximum. Raises ConfigError if no split is possible.
     """
     from rftmega.run.planning.splits import best_of, bounds_of, bytes_under_way, chosen_schedule
     from rftmega.run.planning.splits import splits_of as found_splits
@@ -89,7 +90,7 @@ def _none(config: RunConfig, devices: int, reasons: Sequence[str]) -> str:
 
 def _table(config: RunConfig, splits: Sequence["DeviceSplit"], best: "DeviceSplit") -> list[str]:
     """Returns a line per split with lower bounds of the step time; a star marks the recommended
-    split.
+    split `best`.
     """
     names = [name.replace("synchronous", "sync").replace("staleness ", "k=") for name in best.steps]
     heads = ["rollout", "update", *(name.removeprefix("one ") for name in names)]
@@ -128,7 +129,9 @@ def _advice(config: RunConfig, best: Mapping[str, "DeviceSplit"], schedule: str)
 
 
 def _price(config: RunConfig, machine: "Machine", mean_length: float) -> list[str]:
-    """Returns lines about the cost of a staleness bound and the assumptions of the comparison."""
+    """Returns lines about the cost of a staleness bound and the assumptions of the comparison.
+    `mean_length`: mean completion length as a share of the maximum.
+    """
     from rftmega.run.planning.splits import bounds_of, bytes_under_way
 
     batch, most = config.trainer.prompts_per_step, bounds_of(config)[-1]

@@ -66,7 +66,7 @@ def replay(chosen: argparse.Namespace) -> int:
 
 def summary(bundle: GapBundle) -> list[str]:
     """Returns lines about the log-prob mismatch, its likely cause, and the weight slices whose
-    checksums differ.
+    checksums differ. `bundle`: the tokens and evidence that the run stored.
     """
     evidence, limits = bundle.evidence, bundle.limits
     cause = cause_of(evidence, limits)
@@ -100,8 +100,8 @@ def shown(checksum: int | None) -> str:
 
 
 def worst_tokens(bundle: GapBundle, most: int) -> list[str]:
-    """Returns a heading, and a line for each of the `most` tokens with the largest log-prob
-    mismatch.
+    """Returns a heading, and a line for each of the `most` tokens of the bundle with the largest
+    log-prob mismatch.
     """
     evidence, rows = bundle.evidence, bundle.rows
     places = evidence.mask.nonzero()
@@ -118,15 +118,17 @@ def worst_tokens(bundle: GapBundle, most: int) -> list[str]:
 
 
 def model_of_the_start(bundle: GapBundle) -> Path | None:
-    """Returns the folder that the run started from if its weights generated the completions (step
-    0) and it still exists, otherwise None.
+    """Returns the folder of the model that the run started from, if its weights generated the
+    bundle's completions (step 0) and it still exists; otherwise None.
     """
     folder = Path(resolved(bundle.config, "model.path"))
     return folder if bundle.step == 0 and (folder / "config.json").is_file() else None
 
 
 def loaded(folder: Path) -> Any:
-    """Loads the model in float32. Raises CheckpointError if transformers can't read it."""
+    """Returns the transformers model in `folder`, loaded in float32. Raises CheckpointError if
+    transformers can't read it.
+    """
     from transformers import AutoModelForCausalLM
 
     try:
@@ -139,8 +141,8 @@ def loaded(folder: Path) -> Any:
 
 @torch.no_grad()
 def against_transformers(bundle: GapBundle, model: Any) -> list[str]:
-    """Returns lines with the log-prob differences of engine and trainer from transformers and, for
-    a MoE, the router margins of the tokens that differ most.
+    """Returns lines with the log-prob differences of engine and trainer from the transformers model
+    `model` and, for a MoE, the router margins of the tokens that differ most.
     """
     evidence, rows = bundle.evidence, bundle.rows
     found = torch.zeros_like(evidence.old_logp)
@@ -180,6 +182,8 @@ def against_transformers(bundle: GapBundle, model: Any) -> list[str]:
 def margins_of(router_logits: Any, chosen: int, tokens: int) -> Tensor:
     """Returns, for each token, the smallest difference of router probability between the last
     chosen expert and the next, over all layers and over this and earlier tokens. Shape: [tokens].
+
+    `router_logits`: one tensor [tokens, experts] per layer; `chosen`: number of experts per token.
     """
     smallest = torch.full((tokens,), torch.inf)
     for logits in router_logits:

@@ -37,7 +37,9 @@ log = logging.getLogger(__name__)
 
 
 class Renamed(argparse.Action):
-    """Renamed refuses --roster, the former name of --server-list."""
+    """Renamed is the argparse action of --roster, the former name of --server-list: it ends the
+    program with an error that names the new option.
+    """
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any, **__: Any) -> None:
         parser.error("--roster is now --server-list")
@@ -75,7 +77,9 @@ def main(given: list[str] | None = None) -> int:
 
 
 def serve(chosen: argparse.Namespace) -> int:
-    """Runs the servers until SIGTERM or SIGINT. Returns the exit code."""
+    """Runs the servers until SIGTERM or SIGINT. Returns the exit code. `chosen`: the parsed command
+    line.
+    """
     from rftmega.rollout.servers.vllm import auth
 
     try:

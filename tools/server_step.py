@@ -31,7 +31,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def overrides(chosen: argparse.Namespace, server_list: str, listen: str) -> list[str]:
     """Returns the config options by which the trainer finds the servers; an empty list without
-    server nodes.
+    server nodes. `chosen`: the parsed command line; `server_list`, `listen`: values of the options
+    rollout.server_list and rollout.listen.
     """
     if not chosen.server_nodes:
         return []
@@ -39,7 +40,9 @@ def overrides(chosen: argparse.Namespace, server_list: str, listen: str) -> list
 
 
 def problems(chosen: argparse.Namespace, config: "RunConfig") -> list[str]:
-    """Returns a message, with a remedy, for each problem of the server nodes."""
+    """Returns a message, with a remedy, for each problem of the server nodes. `chosen`: the parsed
+    command line.
+    """
     if not chosen.server_nodes:
         return []
     found = [
@@ -63,7 +66,9 @@ def problems(chosen: argparse.Namespace, config: "RunConfig") -> list[str]:
 
 
 def placed(chosen: argparse.Namespace) -> list[str]:
-    """Returns the srun options that keep the trainer on its own nodes."""
+    """Returns the srun options that keep the trainer on its own nodes; an empty list without server
+    nodes. `chosen`: the parsed command line.
+    """
     if not chosen.server_nodes:
         return []
     per_node = chosen.processes_per_node
@@ -81,7 +86,8 @@ def values(
     """Returns the values of the placeholders SERVERS and END in run.sbatch: the shell code that
     starts and ends the servers; empty without server nodes.
 
-    `folder`: of the logs; `options`: srun options that the servers' and the trainer's step share.
+    `chosen`: the parsed command line; `folder`: of the logs; `python`: path of the interpreter;
+    `options`: srun options that the servers' and the trainer's step share.
     """
     if not chosen.server_nodes:
         return {"SERVERS": "", "END": ""}

@@ -137,8 +137,8 @@ def samples_of(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def checked(sample: Any) -> dict[str, Any]:
-    """Returns `sample`, with the present names of its fields. Raises DataError if the page could not
-    show it.
+    """Returns `sample`, one trajectory of a file, after renaming fields of older files to their
+    present names. Raises DataError if the page could not show it.
     """
     if not isinstance(sample, dict):
         raise DataError(f"a JSON {type(sample).__name__}, not an object.")
@@ -167,8 +167,8 @@ def checked(sample: Any) -> dict[str, Any]:
 
 
 def check_rollout(sample: dict[str, Any]) -> None:
-    """Raises DataError for invalid turns, measures, messages or rollout numbers; all are optional,
-    since older files lack them.
+    """Raises DataError if the turns, measures, messages or rollout numbers of a sample are invalid;
+    all are optional, since older files lack them.
     """
     turns = sample.get("turns", [])
     if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
@@ -201,7 +201,9 @@ def whole(value: Any) -> bool:
 
 
 def check_images(images: Any) -> None:
-    """Raises DataError for images that the page could not show."""
+    """Raises DataError unless `images`, the value of a sample's field "images", is a list that the
+    page can show.
+    """
     if not isinstance(images, list) or not all(isinstance(each, dict) for each in images):
         raise DataError('"images" is no list of objects.')
     for image in images:
@@ -212,7 +214,7 @@ def check_images(images: Any) -> None:
 
 
 def page(samples: Sequence[dict[str, Any]], title: str, curves: Any = None) -> str:
-    """Returns the HTML of the page. `curves`: metric -> its steps and values.
+    """Returns the HTML of the page. `title`: its title; `curves`: metric -> its steps and values.
 
     Each sample has a separate element for its tokens, so that the browser parses only the tokens of
     samples that are viewed.
@@ -252,16 +254,16 @@ def block(name: str, value: Any) -> str:
 
 
 def embedded(value: Any) -> str:
-    """Returns JSON that is safe in a script element: ASCII, and without the characters that start
-    or end markup.
+    """Returns `value` as JSON that is safe in a script element: ASCII, and without the characters
+    that start or end markup.
     """
     text = json.dumps(value, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
 def summary(tokens: dict[str, Any]) -> dict[str, float | int | None]:
-    """Returns the number of tokens of a response, and its mean and largest log-prob mismatch, for
-    the table.
+    """Returns the number of tokens of a response ("length"), and its mean and largest log-prob
+    mismatch ("gap", "gap_max"), for the table. `tokens`: list of values per token, by name.
     """
     gaps = [abs(gap) for gap in tokens["gap"] if gap is not None]
     mean = sum(gaps) / len(gaps) if gaps else None
@@ -269,8 +271,8 @@ def summary(tokens: dict[str, Any]) -> dict[str, float | int | None]:
 
 
 def scale_of(samples: Sequence[dict[str, Any]], measure: str) -> float:
-    """Returns the value of a measure at which colours saturate: its 99th percentile over all tokens,
-    so that one outlier does not make all other tokens pale.
+    """Returns the value of `measure` (such as "gap") at which colours saturate: its 99th percentile
+    over all tokens of `samples`, so that one outlier does not make all other tokens pale.
     """
     sizes = sorted(
         abs(value) for tokens in samples for value in tokens.get(measure) or () if value is not None

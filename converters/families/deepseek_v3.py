@@ -57,8 +57,8 @@ def table(config: Config) -> list[Rule]:
 
 
 def sigmoid_moe(config: Config) -> list[Rule]:
-    """Returns the rules of dense MLPs in the first layers, and of MoE with shared experts and a
-    routing bias per expert in the others.
+    """Returns the conversion rules of the MLPs: dense in the first layers; in the others an MoE
+    with shared experts and a routing bias per expert.
     """
     layers = range(config["num_hidden_layers"])
     first = config["first_k_dense_replace"]
@@ -76,7 +76,7 @@ def sigmoid_moe(config: Config) -> list[Rule]:
 
 
 def latent_attention(config: Config) -> list[Rule]:
-    """Returns the rules of multi-head latent attention.
+    """Returns the conversion rules of multi-head latent attention (MLA).
 
     Up-projections are split by whole heads. With Transformer Engine every rank holds all of the
     down-projections, and the up-projections contain the norms.
@@ -125,17 +125,18 @@ def latent_attention(config: Config) -> list[Rule]:
 
 
 def left_out(config: Config, names: Set[str]) -> set[str]:
-    """Returns those of `names` that belong to the multi-token prediction layers, which follow the
-    last layer.
+    """Returns the names among `names`, all tensors of a folder, that belong to multi-token
+    prediction layers: these follow the last layer and are not loaded.
     """
     return predictors(config, names, table(config))
 
 
 def predictors(config: Config, names: Set[str], rules: Sequence[Rule]) -> set[str]:
-    """Returns those of `names` that belong to the multi-token prediction layers, which follow the
-    last layer; config.json states their number.
-    A layer that lacks the tensors specific to multi-token prediction is not counted as such a
-    layer: then num_hidden_layers is too small.
+    """Returns the names among `names`, all tensors of a folder, that belong to multi-token
+    prediction layers, which follow the last layer; config.json states their number.
+
+    `rules`: the model's conversion rules. A layer that lacks the tensors specific to multi-token
+    prediction is not counted as such a layer: then num_hidden_layers is too small.
     """
     first, count = config["num_hidden_layers"], config["num_nextn_predict_layers"] or 0
     like_others = [tensor.name for rule in rules if rule.per_layer for tensor in rule.hf]
@@ -150,8 +151,9 @@ def predictors(config: Config, names: Set[str], rules: Sequence[Rule]) -> set[st
 
 
 def written(config: Config) -> dict[str, Any]:
-    """Returns the change to config.json of an exported folder, which has no multi-token prediction
-    layers.
+    """Returns {field: value} to change in config.json of an exported folder, which has no
+    multi-token prediction layers.
+
     Without the field transformers would expect one such layer.
     """
     return {"num_nextn_predict_layers": 0} if config["num_nextn_predict_layers"] != 0 else {}

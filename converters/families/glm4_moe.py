@@ -36,7 +36,7 @@ def table(config: Config) -> list[Rule]:
 
 
 def left_out(config: Config, names: Set[str]) -> set[str]:
-    """Returns those of `names` that belong to the multi-token prediction layers, which follow the
-    last layer.
+    """Returns the names among `names`, all tensors of a folder, that belong to multi-token
+    prediction layers: these follow the last layer and are not loaded.
     """
     return deepseek_v3.predictors(config, names, table(config))

@@ -32,8 +32,8 @@ def table(config: Config) -> list[Rule]:
 
 
 def _inside(rule: Rule) -> Rule:
-    """Returns the rule with the LM head renamed as in the audio-language model ("language_model."
-    in front).
+    """Returns the rule with the HF name "lm_head.weight" changed to
+    "language_model.lm_head.weight", as in the audio-language model; other rules are unchanged.
     """
     tensors = [
         tensor._replace(name=f"language_model.{HEAD}") if tensor.name == HEAD else tensor
@@ -43,8 +43,9 @@ def _inside(rule: Rule) -> Rule:
 
 
 def shapes(tower: Tower, hidden: int) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yields the names and shapes of the tensors of the audio encoder and the projection; `hidden`
-    is the decoder's hidden size.
+    """Yields the names and shapes of the tensors of the audio encoder and the projection.
+
+    `tower`: the audio encoder's config; `hidden`: the decoder's hidden size.
     """
     width, ffn = tower["d_model"], tower["encoder_ffn_dim"]
     yield "audio_tower.conv1.weight", (width, tower["num_mel_bins"], 3)

@@ -41,8 +41,10 @@ def table(config: Config) -> list[Rule]:
 
 
 def refuse_ambiguous(hidden: int, ffn: int) -> None:
-    """Raises CheckpointError if an expert's matrices have the same shape as their transposes: the
-    published layout and that of transformers 5 could not be told apart.
+    """Raises CheckpointError if an expert's matrices have the same shape as their transposes, so
+    that the two layouts of a folder (see `converters.stacks`) can't be distinguished.
+
+    `hidden`: hidden size; `ffn`: intermediate size of an expert.
     """
     if hidden in (ffn, 2 * ffn):
         raise CheckpointError(
@@ -51,7 +53,9 @@ def refuse_ambiguous(hidden: int, ffn: int) -> None:
 
 
 def stacks(config: Config) -> list[Stack]:
-    """Returns the tensors of a folder that stack one matrix of every expert."""
+    """Returns descriptions of the folder's stacked tensors, each of which contains one weight (gate
+    and up, or down) of all experts of a layer.
+    """
     hidden, ffn = config["hidden_size"], config["moe_intermediate_size"]
     found = []
     for layer in sorted(qwen_sparse_layers(config)):

@@ -60,7 +60,8 @@ def describe(config: HFConfig) -> ModelDescription:
 
 def sigmoid_experts(config: HFConfig, layers: int) -> Experts:
     """Returns the description of MoE layers that follow the dense first layers and select experts
-    by sigmoid scores, within groups.
+    by sigmoid scores, within groups. `layers`: number of decoder layers, dense ones included.
+
     Raises CheckpointError for settings with which Megatron-Core 0.16 would select or weight experts
     differently.
     """

@@ -35,6 +35,7 @@ def group_normalised(
 
 def leave_one_out(reward: Tensor, group: Tensor) -> Tensor:
     """Returns [B]: the reward minus the mean of the group's other rewards; 0 in a group of one.
+    `reward` [B]: the reward of each completion; `group` [B] int: the number of its group.
 
     RLOO, arXiv:2402.14740, eq. 8.
     """
@@ -79,8 +80,8 @@ def token_rewards(
 
 
 def discounted_returns(reward: Tensor, mask: Tensor, gamma: float) -> Tensor:
-    """Returns the discounted return of each token [B, T]: the discounted sum of the rewards [B, T]
-    of this token and all later ones.
+    """Returns the discounted return of each token [B, T]: the sum of the rewards [B, T] of this
+    token and all later ones, discounted by `gamma` per token.
 
     Tokens outside the mask do not count as steps of discounting.
     """
@@ -106,7 +107,7 @@ def whitened(advantage: Tensor, mask: Tensor, *, eps: float = 1e-8) -> Tensor:
 
 
 class Scored(NamedTuple):
-    """Scored holds the inputs of an advantage estimator: R completions in B rows.
+    """Scored holds the inputs of an advantage estimator: R completions in B rows (token sequences).
 
     A completion is a single row, except for rollouts of several trajectories.
     """
@@ -143,7 +144,8 @@ class Scored(NamedTuple):
 
 
 def advantages(batch: Scored, options: Advantage) -> Ragged:
-    """Returns the advantage of each token, computed by the estimator of `options`.
+    """Returns the advantage of each token of `batch`, computed by the estimator that `options`
+    selects by its class.
 
     An estimator returns one advantage per token (Ragged), or one per completion ([R]), which all
     tokens of the completion get.
@@ -181,7 +183,9 @@ def rloo(batch: Scored, options: LeaveOneOut) -> Tensor:
 
 @implements(Returns)
 def reinforce(batch: Scored, options: Returns) -> Ragged:
-    """Returns the discounted returns of REINFORCE++ (arXiv:2501.03262), one per token."""
+    """Returns the advantages of REINFORCE++ (arXiv:2501.03262): the discounted return of each
+    token.
+    """
 
     def returns(
         reward: Tensor, mask: Tensor, penalty: Tensor | None, turns: Tensor | None

@@ -17,14 +17,17 @@ Aggregation = Callable[[Tensor, Shares], tuple[Tensor, Tensor]]
 
 
 def token_mean(mask: Tensor, shares: Shares = EACH_ROW) -> tuple[Tensor, Tensor]:
-    """Weights every response token equally (DAPO, arXiv:2503.14476, eq. 8); the count is the number
-    of response tokens.
+    """Returns (weight [B, T], count) of a mean over all response tokens, whichever rollout they
+    belong to (DAPO, arXiv:2503.14476, eq. 8); the count is the number of response tokens. `shares`
+    has no effect.
     """
     return mask.float(), mask.sum()
 
 
 def sequence_mean(mask: Tensor, shares: Shares = EACH_ROW) -> tuple[Tensor, Tensor]:
-    """Weights every response equally, however long (GRPO, arXiv:2402.03300, eq. 3).
+    """Returns (weight [B, T], count) of a mean over responses of their means over tokens, so that
+    every response has the same weight, however long (GRPO, arXiv:2402.03300, eq. 3). `shares`: for
+    rollouts of several rows, each row's share of its rollout's tokens.
 
     The count is the number of non-empty responses.
     """
@@ -48,16 +51,17 @@ def sequence_sum(constant: int) -> Aggregation:
 
 
 def sequence_total(mask: Tensor, shares: Shares = EACH_ROW) -> tuple[Tensor, Tensor]:
-    """Sums over each response's tokens and averages over responses: a response is one action, whose
-    log-probability is the sum of its tokens' log-probs (RLOO, arXiv:2402.14740, section 3). The
-    count is the number of non-empty responses.
+    """Returns (weight [B, T], count) of a mean over responses of their sums over tokens: a response
+    is one action, whose log-probability is the sum of its tokens' log-probs (RLOO,
+    arXiv:2402.14740, section 3). The count is the number of non-empty responses.
     """
     return mask.float(), _responses(mask.any(-1), shares)
 
 
 def _responses(taught: Tensor, shares: Shares) -> Tensor:
     """Returns the number of responses that are trained on. `taught` [B] bool: whether a row has a
-    token to train on.
+    token to train on. Of a rollout of several rows only the row that `shares.leads` marks is
+    counted.
     """
     return (taught if shares.leads is None else taught & shares.leads).sum()
 
@@ -82,8 +86,9 @@ def averaged(
     aggregation: Aggregation = token_mean,
     shares: Shares = EACH_ROW,
 ) -> dict[str, TokenMetric]:
-    """Returns the metrics of `values` ([B, T] each), averaged over the tokens of `mask` [B, T],
-    independent of the loss's aggregation, or by another `aggregation` if given.
+    """Returns name -> TokenMetric for `values` (name -> [B, T]), without gradient. The metrics are
+    averaged over the tokens of `mask` [B, T] whatever the loss's aggregation, or as another
+    `aggregation` weights the tokens if given (`shares`: its argument for rollouts of several rows).
     """
     weight, count = aggregation(mask, shares)
     return {name: TokenMetric(value.detach(), weight, count) for name, value in values.items()}

@@ -9,8 +9,9 @@ from rftmega.algorithms.groups import varied
 def clip_filter_weight(
     reward: Tensor, group: Tensor, *, most: float, agreeing: float = 1.0
 ) -> Tensor:
-    """Returns [B]: weights that keep the step size when groups have equal rewards (CPGD,
-    arXiv:2505.12504).
+    """Returns [B]: a weight per completion that makes up for groups with equal rewards, which have
+    no learning signal, so that the step size stays the same (CPGD, arXiv:2505.12504). `reward` [B]:
+    the reward of each completion; `group` [B] int: the number of its group.
 
     Completions of a group whose rewards differ are weighted by the number of all groups over the
     number of groups whose rewards differ, at most `most`; completions of a group with equal rewards
@@ -31,8 +32,9 @@ def clip_filter_weight(
 def clip_filter_like_weight_func(
     rewards: Tensor, clip_filter_like_weight_clip_eps: float = 3.0, lamda: float = 1.0
 ) -> Tensor:
-    """Calls `clip_filter_weight` with LightRFT's name and arguments: rewards [B, n], one group per
-    row -> weights [B, n].
+    """Computes `clip_filter_weight` under LightRFT's names: rewards [B, n], one group per row ->
+    weights [B, n]. `clip_filter_like_weight_clip_eps`: maximum weight; `lamda`: weight of
+    completions in groups with equal rewards.
     """
     group = torch.arange(len(rewards)).repeat_interleave(rewards.shape[1])
     weight = clip_filter_weight(

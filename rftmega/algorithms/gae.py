@@ -8,7 +8,7 @@ def gae(
     values: Tensor, rewards: Tensor, mask: Tensor, gamma: float, lambd: float
 ) -> tuple[Tensor, Tensor]:
     """Returns (advantages, returns), both [B, T] in the dtype of `values`, 0 outside the mask
-    (arXiv:1506.02438, eq. 16).
+    (arXiv:1506.02438, eq. 16). `gamma`: discount per token; `lambd`: GAE's lambda.
 
     values, rewards [B, T] float, mask [B, T] bool or 0/1. Tokens outside the mask are skipped: the
     successor of a token is the next token *of the mask*; after the last one the value is 0. Values

@@ -5,9 +5,10 @@ from torch import Tensor
 
 
 def varied(score: Tensor, group: Tensor) -> Tensor:
-    """Returns whether the scores of each row's group differ: score [B], group [B] int -> [B] bool.
-    A group with equal scores has no learning signal, so dynamic sampling leaves the group out
-    (DAPO, arXiv:2503.14476, eq. 11).
+    """Returns [B] bool: for each completion, whether the scores in its group differ. `score` [B]:
+    the score of each completion; `group` [B] int: the number of its group. A group with equal
+    scores has no learning signal, so dynamic sampling leaves the group out (DAPO, arXiv:2503.14476,
+    eq. 11).
     """
     found, index = group.unique(return_inverse=True)
     lowest = torch.full((len(found),), torch.inf, dtype=score.dtype).scatter_reduce(
@@ -18,8 +19,9 @@ def varied(score: Tensor, group: Tensor) -> Tensor:
 
 
 def deviations(score: Tensor, group: Tensor) -> Tensor:
-    """Returns the population standard deviation of each group's scores: score [B], group [B] int ->
-    [groups] float64.
+    """Returns [groups] float64: the population standard deviation of the scores in each group, in
+    ascending order of the groups' numbers. `score` [B]: the score of each completion; `group` [B]
+    int: the number of its group.
     """
     _, index, sizes = group.unique(return_inverse=True, return_counts=True)
     sums = torch.zeros(len(sizes), dtype=torch.float64)

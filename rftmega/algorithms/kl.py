@@ -13,12 +13,15 @@ from torch import Tensor
 
 
 def k1(delta: Tensor) -> Tensor:
-    """Returns `delta`, an estimate that is unbiased and may be negative."""
+    """Returns the log-ratio `delta` = logp - reference_logp itself, an estimate of the KL that is
+    unbiased and may be negative.
+    """
     return delta
 
 
 def k2(delta: Tensor) -> Tensor:
-    """Returns delta^2 / 2, an estimate that is biased and has low variance.
+    """Returns delta^2 / 2 for `delta` = logp - reference_logp, an estimate of the KL that is biased
+    and has low variance.
 
     The gradient of this estimate is an unbiased estimate of the KL's gradient.
     """
@@ -26,8 +29,8 @@ def k2(delta: Tensor) -> Tensor:
 
 
 def k3(delta: Tensor) -> Tensor:
-    """Returns exp(-delta) - 1 + delta, an estimate that is unbiased and never negative (GRPO,
-    arXiv:2402.03300, eq. 4).
+    """Returns exp(-delta) - 1 + delta for `delta` = logp - reference_logp, an estimate of the KL
+    that is unbiased and never negative (GRPO, arXiv:2402.03300, eq. 4).
     """
     return torch.expm1(-delta) + delta
 
@@ -36,19 +39,20 @@ ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {"k1": k1, "k2": k2, "k3": k
 
 
 class KLController:
-    """KLController holds the KL coefficient, `value`, which is constant without a `target`.
+    """KLController holds the KL coefficient, `value`, which is constant without a `target` (KL per
+    token).
 
     With a target the coefficient follows the observed KL (arXiv:1909.08593, section 2.2): it rises
-    if the KL is above the target and falls if the KL is below, by at most a fifth of (completions /
-    horizon) per step. `value` is the controller's whole state.
+    if the KL is above the target and falls if the KL is below. One rollout phase changes it by at
+    most 20 % x completions / `horizon`. `value` is the controller's whole state.
     """
 
     def __init__(self, value: float, *, target: float = 0.0, horizon: int = 10_000):
         self.value, self.target, self.horizon = value, target, horizon
 
     def update(self, seen: float, completions: int) -> None:
-        """Updates the coefficient after a rollout phase with this number of completions; `seen`:
-        their mean KL per token.
+        """Updates the coefficient after a rollout phase; `completions`: number of completions in
+        the phase; `seen`: their mean KL per token.
         """
         if self.target:
             error = min(max(seen / self.target - 1, -0.2), 0.2)

@@ -22,12 +22,13 @@ def policy_loss(
     entropy_coef: float = 0.0,
     aggregation: Aggregation = token_mean,
 ) -> LossFn:
-    """Returns the policy loss: surrogate + kl_coef x KL to the reference - entropy_coef x entropy,
-    per token.
+    """Returns the policy's loss function: surrogate + kl_coef x KL to the reference - entropy_coef
+    x entropy, per token, with the token weights of `aggregation`.
 
-    `options` selects the surrogate, which is multiplied by the importance weight of `correction`.
-    `high_entropy_share` below 1 trains only on that share of each completion's tokens, those with
-    the highest entropy (after arXiv:2506.01939, which takes the share over the batch).
+    `options` selects the surrogate, which is multiplied by the importance weight of `correction`;
+    `kl_estimator` is a key of ESTIMATORS: k1, k2 or k3. `high_entropy_share` below 1 trains only on
+    that share of each completion's tokens, those with the highest entropy (after arXiv:2506.01939,
+    which takes the share over the batch).
 
     Metrics are means over all response tokens, except `policy_loss`, which is aggregated like the
     loss, and `clip_fraction`, the share of the trained tokens (for gspo: of the completions) whose
@@ -74,10 +75,11 @@ def policy_loss(
 
 
 def highest(entropy: Tensor, mask: Tensor, share: float) -> Tensor:
-    """Returns a mask [B, T] that is True for the tokens with the highest entropy: a `share` of each
-    completion's tokens (rounded down, at least one).
+    """Returns a mask [B, T] that is True for the tokens with the highest `entropy` [B, T]: a
+    `share` of each completion's tokens (rounded down, at least one).
 
-    It is never True outside `mask`; of tokens with equal entropy the first ones are chosen.
+    It is never True outside `mask` [B, T], the tokens to train on; of tokens with equal entropy the
+    first ones are chosen.
     """
     kept = (mask.sum(-1, keepdim=True) * share).floor().clamp(min=1)
     order = entropy.masked_fill(~mask, -torch.inf).argsort(dim=-1, descending=True, stable=True)

@@ -19,7 +19,9 @@ from rftmega.core.types import Experience, Metrics
 
 
 class Gap(NamedTuple):
-    """Statistics of the log-prob mismatch |engine - trainer| over tokens."""
+    """Statistics of the log-prob mismatch between rollout engine and trainer, |engine - trainer|,
+    over tokens.
+    """
 
     largest: float
     percentile: float  # the 99.9th
@@ -39,18 +41,18 @@ class Gap(NamedTuple):
 
 
 def gaps_of(behaviour_logp: Tensor, old_logp: Tensor, mask: Tensor) -> Tensor:
-    """Returns |engine - trainer| log-prob of each token of the mask, [tokens]; all inputs have the
-    same shape.
+    """Returns the log-prob mismatch |`behaviour_logp` (rollout engine) - `old_logp` (trainer)| of
+    each token of the mask, [tokens] float64; all inputs have the same shape.
 
-    The difference is infinite if one of the log-probs is NaN.
+    The mismatch is infinite if one of the log-probs is NaN.
     """
     gap = (behaviour_logp[mask].double() - old_logp[mask]).abs_()
     return gap.nan_to_num_(nan=torch.inf, posinf=torch.inf)
 
 
 def log_prob_gap(behaviour_logp: Tensor, old_logp: Tensor, mask: Tensor) -> Gap:
-    """Returns statistics of the log-prob mismatch of the response tokens; all inputs have the same
-    shape.
+    """Returns statistics of the log-prob mismatch |`behaviour_logp` (rollout engine) - `old_logp`
+    (trainer)| over the tokens of the mask; all inputs have the same shape.
 
     Without tokens all statistics are 0, except the error, which is 1.
     """
@@ -59,7 +61,9 @@ def log_prob_gap(behaviour_logp: Tensor, old_logp: Tensor, mask: Tensor) -> Gap:
         return Gap(0.0, 0.0, 0.0, 0.0, 0, 1.0)
 
     def at(share: float) -> float:
-        """Returns the smallest difference that at least this share of the tokens does not exceed."""
+        """Returns the `share` quantile: the smallest mismatch that at least this share of the
+        tokens does not exceed.
+        """
         return gap.kthvalue(max(math.ceil(share * len(gap)), 1)).values.item()
 
     return Gap(
@@ -70,8 +74,10 @@ def log_prob_gap(behaviour_logp: Tensor, old_logp: Tensor, mask: Tensor) -> Gap:
 def importance(
     old_logp: Tensor, behaviour_logp: Tensor, mask: Tensor, options: ImportanceSampling
 ) -> Tensor:
-    """Returns importance weights [B, T], without gradient, for tokens drawn by the engine instead
-    of the trainer (truncated importance sampling, https://fengyao.notion.site/off-policy-rl).
+    """Returns the importance weight of each token, [B, T], without gradient. It corrects for
+    sampling from the rollout engine, with log-probs `behaviour_logp`, instead of the trainer, with
+    log-probs `old_logp` (truncated importance sampling, https://fengyao.notion.site/off-policy-rl).
+    The class of `options` selects the kind of weights.
     """
     weights: Tensor = IMPLEMENTATIONS[type(options)](
         torch.where(mask, old_logp - behaviour_logp, 0.0).detach(), options
@@ -102,8 +108,8 @@ def effective_share(
 def effectiveness_of(
     options: ImportanceSampling,
 ) -> Callable[[Experience[Ragged]], float] | None:
-    """Returns a function that computes `effective_share` of an Experience; None if no importance
-    correction is configured.
+    """Returns a function that computes `effective_share`, the effective sample size as a share of
+    the tokens, from an Experience; None if no importance correction is configured.
     """
     if isinstance(options, NoImportance):
         return None
@@ -119,20 +125,23 @@ def effectiveness_of(
 
 @implements(NoImportance)
 def no_weights(log_ratio: Tensor, options: NoImportance) -> Tensor:
-    """Returns weight 1 for every token."""
+    """Returns weight 1 for every token, [B, T]: no correction."""
     return torch.ones_like(log_ratio)
 
 
 @implements(TokenImportance)
 def token_weights(log_ratio: Tensor, options: TokenImportance) -> Tensor:
-    """Returns each token's ratio of trainer's to engine's probability, at most `cap`."""
+    """Returns [B, T]: each token's ratio of the trainer's to the engine's probability,
+    exp(`log_ratio`), at most `options.cap`.
+    """
     return log_ratio.clamp(max=20.0).exp().clamp(max=options.cap)
 
 
 @implements(SequenceImportance)
 def sequence_weights(log_ratio: Tensor, options: SequenceImportance) -> Tensor:
-    """Returns, for each token of a completion, the product of the completion's probability ratios,
-    at most `cap`.
+    """Returns [B, T]: at each token the product of the ratios of the trainer's to the engine's
+    probability over its completion, at most `options.cap`. `log_ratio` [B, T]: the logarithm of
+    each token's ratio, 0 outside the mask.
     """
     return (
         log_ratio.sum(-1, keepdim=True)
@@ -145,8 +154,8 @@ def sequence_weights(log_ratio: Tensor, options: SequenceImportance) -> Tensor:
 
 @implements(MaskedImportance)
 def token_mask(log_ratio: Tensor, options: MaskedImportance) -> Tensor:
-    """Returns 1 where a token's ratio of trainer's to engine's probability lies in [1 / cap, cap],
-    else 0.
+    """Returns [B, T]: 1 where a token's ratio of the trainer's to the engine's probability,
+    exp(`log_ratio`), lies in [1 / cap, cap] with `options.cap`, else 0.
     """
     ratio = log_ratio.clamp(max=20.0).exp()
     return ((ratio >= 1 / options.cap) & (ratio <= options.cap)).to(log_ratio.dtype)

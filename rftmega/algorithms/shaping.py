@@ -12,8 +12,8 @@ def overlong_penalty(length: Tensor, *, longest: int, buffer: int, factor: float
 
 
 class RunningMoments:
-    """Running mean and variance of all rewards (Chan et al., "Updating formulae", 1979); a
-    checkpoint stores `state`.
+    """Running mean and variance of all rewards (Chan et al., "Updating formulae", 1979). `state`,
+    which checkpoints store: number of rewards, mean, and summed squared distances to the mean.
     """
 
     def __init__(self) -> None:
@@ -21,7 +21,7 @@ class RunningMoments:
         self.count, self.mean, self.squares = 0, 0.0, 0.0
 
     def update(self, reward: Tensor) -> None:
-        """Adds the rewards [B] of one rollout phase."""
+        """Updates the running mean and variance with the rewards [B] of one rollout phase."""
         exact = reward.double()
         mean, squares, count = (
             exact.mean().item(),
@@ -35,7 +35,9 @@ class RunningMoments:
         self.count = together
 
     def normalised(self, reward: Tensor, *, eps: float = 1e-8) -> Tensor:
-        """Returns the rewards [B] minus the running mean, over the running standard deviation."""
+        """Returns the rewards [B] minus the running mean, over the running standard deviation plus
+        `eps`.
+        """
         deviation = (self.squares / max(self.count - 1, 1)) ** 0.5
         return ((reward.double() - self.mean) / (deviation + eps)).to(reward.dtype)
 
@@ -49,8 +51,10 @@ class RunningMoments:
 
 
 class Shaping:
-    """Shaping applies overlong penalty, running normalisation and clipping, in this order. `buffer`
-    0, `normalise` False or `clip` 0 turns the respective one off.
+    """Shaping applies overlong penalty, running normalisation and clipping, in this order.
+    `longest`: maximum response length in tokens; `buffer`: the last tokens of this length, over
+    which the penalty grows to `factor`; `clip`: maximum absolute value of a reward. `buffer` 0,
+    `normalise` False or `clip` 0 turns the respective one off.
     """
 
     def __init__(
@@ -67,8 +71,8 @@ class Shaping:
         self.clip = clip
 
     def __call__(self, reward: Tensor, length: Tensor) -> Tensor:
-        """Returns the shaped rewards [B] of completions; `length` [B]: their tokens. Updates the
-        running moments, so call it once per rollout phase.
+        """Returns the shaped rewards [B] of completions; `length` [B]: their numbers of tokens.
+        Updates the running moments, so call it once per rollout phase.
         """
         if self.buffer:
             reward = reward + overlong_penalty(

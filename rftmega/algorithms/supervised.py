@@ -19,8 +19,8 @@ from rftmega.core.types import (
 
 
 def cross_entropy_loss(aggregation: Aggregation = token_mean) -> LossFn:
-    """Returns the SFT loss: -log p of each response token, including the end-of-sequence token;
-    prompt tokens are not trained on.
+    """Returns the SFT loss function: -log p of each response token, including the end-of-sequence
+    token, with the token weights of `aggregation`; prompt tokens are not trained on.
     """
 
     def loss(stats: TokenStats, experience: Experience) -> TokenLoss:
@@ -35,12 +35,12 @@ def cross_entropy_loss(aggregation: Aggregation = token_mean) -> LossFn:
 
 
 def pairwise_loss() -> LossFn:
-    """Returns the reward model's loss: -log sigmoid(chosen - rejected) of the rewards of rows 2i
-    and 2i + 1 (Bradley-Terry; arXiv:2203.02155, eq. 1).
+    """Returns the loss function of a reward model: -log sigmoid(chosen - rejected) of the rewards
+    of row 2i (chosen) and row 2i + 1 (rejected) (Bradley-Terry; arXiv:2203.02155, eq. 1).
 
-    Needs rows from `Rows.with_end`, in pairs (`update(..., group_size=2)`). A pair's loss is at the
-    position of the chosen row's score; the count is the number of pairs. Accuracy counts a tie as
-    wrong.
+    Needs rows from `Rows.with_end`, which have one more position for the score, in pairs
+    (`update(..., group_size=2)`). A pair's loss is at the position of the chosen row's score; the
+    count is the number of pairs. Accuracy counts a tie as wrong.
     """
 
     def loss(stats: TokenValues, experience: Experience) -> TokenLoss:
@@ -71,9 +71,10 @@ def pairwise_loss() -> LossFn:
 
 
 def last_value(values: Column, rows: Rows[Column]) -> Tensor:
-    """Returns [B]: the value after each row's last token.
+    """Returns [B]: the value after each row's last token, which scores the whole row.
 
-    `values` belong to `rows`, which must come from `Rows.with_end`.
+    `values`: a value model's output for `rows`, which must come from `Rows.with_end` (rows with one
+    more position, for this value).
     """
     if isinstance(values, Ragged):
         return values.at(rows.lengths - 2)
@@ -81,7 +82,7 @@ def last_value(values: Column, rows: Rows[Column]) -> Tensor:
 
 
 def _at_end(values: Tensor, rows: Rows) -> Tensor:
-    """Returns [B, T]: 1 at the position that `last_value` reads, 0 elsewhere."""
+    """Returns a mask [B, T]: 1 at the position that `last_value` reads, 0 elsewhere."""
     return (
         torch.arange(values.shape[1], device=values.device) == rows.lengths[:, None] - 2
     ).float()

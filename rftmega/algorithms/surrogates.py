@@ -23,7 +23,8 @@ Surrogate = Callable[[Tensor, Tensor, Tensor, Any], Tensor]
 
 
 def ratio_of(log_ratio: Tensor) -> Tensor:
-    """Returns exp(log_ratio), continued linearly beyond LARGEST_LOG_RATIO.
+    """Returns the ratio of the current to the old policy's probability, exp(log_ratio), continued
+    linearly for log-ratios above LARGEST_LOG_RATIO.
 
     An infinite ratio would have a gradient of NaN even where a clip applies. A constant ratio would
     have no gradient, and a token of negative advantage that became far more likely would never be
@@ -37,7 +38,7 @@ def ratio_of(log_ratio: Tensor) -> Tensor:
 
 @implements(Clip)
 def clipped(log_ratio: Tensor, advantage: Tensor, mask: Tensor, options: Clip) -> Tensor:
-    """Returns PPO's clipped loss (arXiv:1707.06347, eq. 7).
+    """Returns PPO's clipped loss of each token, [B, T] (arXiv:1707.06347, eq. 7).
 
     The upper clip range is separate, as in DAPO (arXiv:2503.14476, eq. 10). With `dual` = c > 1 the
     loss of a token with negative advantage is at most -c x advantage (arXiv:1912.09729, eq. 5).
@@ -67,7 +68,9 @@ def sequence_clipped(log_ratio: Tensor, advantage: Tensor, mask: Tensor, options
 
 
 def mean_log_ratio(log_ratio: Tensor, mask: Tensor) -> Tensor:
-    """Returns [B, T]: at each token the mean log-ratio over the tokens of its completion."""
+    """Returns [B, T]: at each token the mean of `log_ratio` [B, T], which is 0 outside `mask`, over
+    the tokens of its completion.
+    """
     length = mask.sum(-1, keepdim=True).clamp(min=1)
     return (log_ratio.sum(-1, keepdim=True) / length).expand_as(log_ratio)
 
@@ -99,7 +102,9 @@ def log_clipped(log_ratio: Tensor, advantage: Tensor, mask: Tensor, options: CPG
 
 
 def _drift(log_ratio: Tensor, highest: float) -> Tensor:
-    """Returns ratio - 1 - log ratio, continued linearly above a ratio of 1 + `highest`."""
+    """Returns CPGD's drift of each token: ratio - 1 - log ratio, continued linearly above a ratio
+    of 1 + `highest`.
+    """
     edge = math.log1p(highest)
     near = torch.expm1(log_ratio.clamp(max=edge)) - log_ratio.clamp(max=edge)
     return torch.where(log_ratio > edge, highest - edge + highest * (log_ratio - edge), near)

@@ -10,11 +10,12 @@ from rftmega.core.types import Experience, LossFn, TokenLoss, TokenValues
 def value_loss(
     *, clip: float = 0.0, huber: float = 0.0, aggregation: Aggregation = token_mean
 ) -> LossFn:
-    """Returns the critic's loss: half the squared distance of value [B, T] and return.
+    """Returns the critic's loss function: half the squared difference between value and return of
+    each token, [B, T], with the token weights of `aggregation`.
 
     With `clip` above 0, the larger of this loss and the loss of the value clipped to within `clip`
     of the value at scoring time (arXiv:2005.12729, section 3). With `huber` above 0, the Huber
-    loss, which is linear for distances above `huber`.
+    loss, which is linear for differences above `huber`.
     """
 
     def distance(value: torch.Tensor, target: torch.Tensor) -> torch.Tensor:

@@ -15,8 +15,8 @@ ROUND = 1.0  # seconds
 
 
 class Beside(threading.Thread):
-    """Beside runs `work` in a low-priority daemon thread. After the thread has ended, `error` is
-    the description of the exception that `work` raised, or None.
+    """Beside runs the function `work` in a low-priority daemon thread. After the thread has ended,
+    `error` is the description of the exception that `work` raised, or None.
     """
 
     def __init__(self, work: Callable[[], object]):

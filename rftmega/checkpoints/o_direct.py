@@ -72,8 +72,9 @@ class DirectFile:
         return self._at + self._filled
 
     def write(self, content: Any) -> int:
-        """Buffers the first bytes of `content`, and returns how many. Raises OSError if writing
-        these or earlier bytes to the disk failed.
+        """Copies as many bytes from the beginning of the buffer `content` as fit into the write
+        buffer, and returns their number. Raises OSError if writing these or earlier bytes to the
+        disk failed.
         """
         memory = self._memory[0]
         count = min(len(content), len(memory) - self._filled)
@@ -113,8 +114,8 @@ class DirectFile:
 
 
 def _reserve(fd: int, size: int) -> None:
-    """Reserves `size` bytes of disk space if the file system supports it. libc's posix_fallocate
-    would otherwise write to every block.
+    """Reserves `size` bytes of disk space for the open file `fd` if the file system supports it.
+    libc's posix_fallocate would otherwise write to every block.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     failed = libc.fallocate(fd, 0, ctypes.c_int64(0), ctypes.c_int64(-(-size // BLOCK) * BLOCK))

@@ -55,8 +55,9 @@ class Stored:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """Returns the content of a checkpoint's manifest. Raises CheckpointError if the manifest is
-    missing (the checkpoint is incomplete), damaged or of an unknown format.
+    """Returns the content of the manifest of the checkpoint in `folder` as a dictionary. Raises
+    CheckpointError if the manifest is missing (the checkpoint is incomplete), damaged or of an
+    unknown format.
     """
     path = folder / MANIFEST
     if not path.is_file():
@@ -195,8 +196,9 @@ class Reader:
         *,
         padded: bool,
     ) -> None:
-        """Copies a shard as `fill` does, after checking that the whole tensor has the same shape in
-        the checkpoint as in the model (`shape`).
+        """Copies the block of tensor `key` that begins at `offset` into the model's shard `target`,
+        as `fill` does, after checking that the whole tensor has the same shape in the checkpoint as
+        in the model (`shape`).
 
         If `padded` (the vocabulary is padded to divide evenly among ranks), the shapes may differ,
         and rows that are not stored become zeros.
@@ -215,9 +217,9 @@ class Reader:
             self.fill(target, key, offset)
 
     def _read(self, box: Stored, tensor: Tensor) -> Tensor:
-        """Reads a stored block into `tensor` and returns `tensor`, which must be contiguous and
-        have the block's shape and dtype. Reads the data in torch.save's archive directly. Raises
-        CheckpointError if the block can't be read or its checksum differs.
+        """Reads the stored block `box` into `tensor` and returns `tensor`, which must be contiguous
+        and have the block's shape and dtype. Reads the data in torch.save's archive directly.
+        Raises CheckpointError if the block can't be read or its checksum differs.
         """
         path = self.folder / box.file
         try:
@@ -237,7 +239,7 @@ class Reader:
 
 
 class _Part(io.RawIOBase):
-    """A byte range of a file, presented as a separate file."""
+    """A byte range of the open file `stream`, presented as a separate file."""
 
     def __init__(self, stream: Any, begin: int, length: int):
         self.stream, self.begin, self.length, self.at = stream, begin, length, 0

@@ -30,8 +30,8 @@ class Saved(NamedTuple):
 
 
 def expired(saved: Sequence[Saved], *, max_num: int, max_mem: float) -> list[str]:
-    """Returns the names of the checkpoints to delete, oldest first, so that at most `max_num` are
-    left and take at most `max_mem` MB (10^6 bytes) together.
+    """Returns the names of the checkpoints in `saved` to delete, oldest first, so that at most
+    `max_num` are left and take at most `max_mem` MB (10^6 bytes) together.
 
     The newest checkpoint is never deleted, whatever its size.
     """
@@ -45,13 +45,14 @@ def expired(saved: Sequence[Saved], *, max_num: int, max_mem: float) -> list[str
 
 
 def rotate(folder: Path, *, max_num: int, max_mem: float, saved: str = "") -> list[str]:
-    """Deletes expired checkpoints of `folder`, and drafts (unfinished checkpoints of crashed saves)
-    that are older than the newest checkpoint. Returns the deleted names. Call it after a new
-    checkpoint is complete; a failed deletion only logs a warning.
+    """Deletes expired checkpoints of `folder` (for `max_num` and `max_mem` see `expired`), and
+    drafts (unfinished checkpoints of crashed saves) that are older than the newest checkpoint.
+    Returns the deleted names. Call it after a new checkpoint is complete; a failed deletion only
+    logs a warning.
 
-    Age is determined by steps, not by file times. `saved`: the checkpoint written last; checkpoints
-    of later steps belong to an abandoned run that was resumed from an earlier step, and are deleted
-    first.
+    Age is determined by steps, not by file times. `saved`: name of the checkpoint written last;
+    checkpoints of later steps belong to an abandoned run that was resumed from an earlier step, and
+    are deleted first.
 
     The checkpoint that is marked as latest is never deleted, even if it is the oldest. Files and
     folders that are no checkpoints are not touched: `folder` may be a home directory.
@@ -133,8 +134,8 @@ def _step_in(manifest: Path, changed: int) -> int | None:
 
 
 def begin(folder: Path, name: str) -> Path:
-    """Creates an empty draft folder for checkpoint `name`, and returns it. A draft that a crashed
-    save left behind is removed.
+    """Creates an empty folder for a draft (unfinished checkpoint) of the checkpoint `name`, and
+    returns its path. A draft that a crashed save left behind is removed.
 
     Raises OSError, e.g. FileExistsError if a folder of this name exists that no save created.
     """
@@ -149,7 +150,9 @@ def begin(folder: Path, name: str) -> Path:
 
 
 def is_draft(path: Path) -> bool:
-    """Returns whether `path` is a folder with the marker file of a save, or an empty folder."""
+    """Returns whether `path` is a draft (unfinished checkpoint): a folder with the marker file of a
+    save, or an empty folder.
+    """
     return path.is_dir() and ((path / MARK).is_file() or not any(path.iterdir()))
 
 
@@ -161,7 +164,9 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def point_to(folder: Path, name: str) -> None:
-    """Makes `name` the latest checkpoint in `folder`: replaces the pointer file atomically."""
+    """Makes `name` the latest checkpoint in `folder`: atomically replaces the pointer file, which
+    contains the name of the latest checkpoint.
+    """
     draft = folder / (LATEST + DRAFT)
     with draft.open("w") as stream:
         stream.write(name)
@@ -171,8 +176,9 @@ def point_to(folder: Path, name: str) -> None:
 
 
 def settle(draft: Path, wanted: Path) -> Path:
-    """Renames a complete draft to `wanted`, or to a numbered variant if `wanted` exists, so that no
-    checkpoint is removed before the pointer file is updated. Returns the new path.
+    """Renames `draft`, the folder of a complete checkpoint, to `wanted`, or to a numbered variant
+    if `wanted` exists, so that no checkpoint is removed before the pointer file is updated. Returns
+    the new path.
     """
     target, number = wanted, 2
     while target.exists():
@@ -213,9 +219,10 @@ def newest(folder: Path) -> Path | None:
 
 
 def find(folder: Path, tag: str | None) -> Path:
-    """Returns the folder of checkpoint `tag`, or with `tag` None of the latest checkpoint. If the
-    pointer file names no complete checkpoint, logs a warning and returns the newest complete one.
-    Raises CheckpointError if there is no checkpoint to return or no pointer file.
+    """Returns the folder of checkpoint `tag`, or with `tag` None of the latest checkpoint, which
+    the pointer file names. If the pointer file names no complete checkpoint, logs a warning and
+    returns the newest complete one. Raises CheckpointError if there is no checkpoint to return or
+    no pointer file.
     """
     whole = newest(folder)
     there = f" The newest whole one is {whole}." if whole else " There is no whole one."

@@ -56,8 +56,8 @@ class TrainedModel(Protocol):
     def restore(
         self, stored: StoredModel, *, strict: bool, optimizer: bool, schedule: bool
     ) -> None:
-        """Restores the model's tensors and counters from a checkpoint; see
-        `TrainingCheckpoints.load` for the flags.
+        """Restores the model's tensors and counters from `stored`, this model in a checkpoint; for
+        the flags see `TrainingCheckpoints.load`.
         """
 
     def random_state(self) -> dict[str, Any]:
@@ -67,7 +67,8 @@ class TrainedModel(Protocol):
 
 
 class TrainingCheckpoints:
-    """TrainingCheckpoints saves `models` (by name) to subfolders of `folder`, and loads them.
+    """TrainingCheckpoints saves and loads the `models` (by name) of a run; each checkpoint is a
+    subfolder of `folder`.
 
     All processes must call its methods in the same order.
     """
@@ -85,9 +86,9 @@ class TrainingCheckpoints:
         export: Callable[[Path], None] | None = None,
     ):
         """`keep`, `keep_mb`: most checkpoints to keep, and their total size in MB (10^6 bytes).
-        `warn`: a failed write logs a warning; without it, the next save or wait raises
-        CheckpointError. `export`: writes a Hugging Face folder into the checkpoint, or raises
-        CheckpointError on all processes.
+        `asynchronous`: `save` returns before the files are written. `warn`: a failed write logs a
+        warning; without it, the next save or wait raises CheckpointError. `export`: writes a
+        Hugging Face folder into the checkpoint, or raises CheckpointError on all processes.
         """
         self.folder, self.models, self.config = folder, models, config
         self.keep, self.keep_mb = keep, keep_mb
@@ -102,8 +103,8 @@ class TrainingCheckpoints:
     def save(
         self, state: dict[str, Any], *, step: int, tag: str | None = None, latest: bool = True
     ) -> None:
-        """Starts to write the checkpoint `tag` (default: step_<step>), after waiting for the
-        previous save. With `latest`, a run resumes from this checkpoint.
+        """Starts to write the checkpoint `tag` (default: step_<step>) of step number `step`, after
+        waiting for the previous save. With `latest`, a run resumes from this checkpoint.
 
         `state`: JSON values and tensors, which must not change while they are written.
         """
@@ -245,8 +246,8 @@ class TrainingCheckpoints:
         return retention.find(folder, None) if (folder / retention.LATEST).is_file() else folder
 
     def _say_resumed(self, given: Path) -> None:
-        """Logs which checkpoint is resumed, and how config, inputs and code have changed since the
-        run that saved it.
+        """Logs which checkpoint folder (`given`) is resumed, and how config, inputs and code have
+        changed since the run that saved it.
         """
         log.info("resumed from %s", given)
         before, now = (
@@ -266,9 +267,10 @@ class TrainingCheckpoints:
         latest: bool,
         given_up: Callable[[], bool],
     ) -> None:
-        """Completes a checkpoint once all ranks have written their files: writes the manifest,
-        renames the draft `draft`, updates the pointer file, and then deletes expired checkpoints.
-        Does nothing if it is given up.
+        """Completes a checkpoint once all ranks have written their files: writes the manifest with
+        the content `about`, renames the folder `draft` to `name`, updates the pointer file if
+        `latest`, and then deletes expired checkpoints. Does nothing if `given_up` returns True
+        before all ranks are done.
         """
         if not write_whole(draft, dist.get_world_size(), about, given_up=given_up):
             return
@@ -343,8 +345,9 @@ def of_run(
     export: Callable[[Path], None],
     frozen: Mapping[str, int | None] | None = None,
 ) -> TrainingCheckpoints:
-    """Builds the TrainingCheckpoints for a run's config. `frozen`: checksums of the model weights
-    that the run reads and does not train, by option.
+    """Builds the TrainingCheckpoints for a run's config. `export`: writes the model as a Hugging
+    Face folder; `frozen`: option (such as reward.model_path) -> checksum of the model weights that
+    the run reads and does not train.
     """
     chosen = config.checkpoint
     found = TrainingCheckpoints(
@@ -364,8 +367,8 @@ def of_run(
 def refuse_another(
     name: str, model: TrainedModel, manifest: dict[str, Any], config: RunConfig
 ) -> None:
-    """Raises CheckpointError if a checkpoint does not fit the model `name` of this run: its
-    algorithm, model, dtype, reference or adapters differ. `manifest`: the checkpoint's manifest.
+    """Raises CheckpointError if the checkpoint with the content `manifest` does not fit the model
+    `name` of this run: its algorithm, model, dtype, reference or adapters differ.
     """
     saved = manifest["models"]
     if name not in saved:
@@ -394,7 +397,8 @@ def refuse_another(
 
 def _refuse_other_adapters(described: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
     """Raises CheckpointError if run and checkpoint differ in their adapters or in the frozen
-    weights to which the adapters belong.
+    weights to which the adapters belong. `described`, `saved`: `TrainedModel.described()` of the
+    run and of the checkpoint.
     """
     here, there = described.get("adapters"), saved.get("adapters")
     if here != there:
@@ -408,8 +412,8 @@ def _refuse_other_adapters(described: Mapping[str, Any], saved: Mapping[str, Any
 
 
 def _refuse_another_reference(described: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
-    """Raises CheckpointError if the reference models of run and checkpoint have
-    different weights.
+    """Raises CheckpointError if the reference models of run and checkpoint have different weights.
+    `described`, `saved`: `TrainedModel.described()` of the run and of the checkpoint.
     """
     here, there = described.get("reference"), saved.get("reference")
     if None not in (here, there) and here != there:

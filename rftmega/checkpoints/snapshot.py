@@ -27,7 +27,9 @@ class Snapshot(NamedTuple):
     shapes: dict[str, tuple[int, ...]]
 
     def beside(self, tensors: Mapping[str, Tensor]) -> "Snapshot":
-        """Returns the snapshot with `tensors` added as whole tensors."""
+        """Returns a Snapshot with the blocks of this one and with `tensors` (by key) as whole
+        tensors.
+        """
         boxes = [(key, (0,) * tensor.dim(), tensor) for key, tensor in tensors.items()]
         return Snapshot(
             [*self.boxes, *boxes],

@@ -17,8 +17,9 @@ Tensors = dict[str, list[Tensor]]
 
 
 def taken_apart(state: Any) -> tuple[Any, Tensors]:
-    """Splits a state into JSON (dicts, lists, values) and its tensors by key. All tensors of one
-    dtype share a key, since there may be very many tensors.
+    """Splits a training state (nested dicts and lists of values and tensors) into JSON and its
+    tensors. Returns both; the JSON refers to the tensors, which are listed by key. All tensors of
+    one dtype share a key, since there may be very many tensors.
     """
     tensors: Tensors = {}
     ends: dict[str, int] = {}
@@ -38,7 +39,7 @@ def taken_apart(state: Any) -> tuple[Any, Tensors]:
 
 
 def joined(tensors: Mapping[str, Sequence[Tensor]]) -> dict[str, Tensor]:
-    """Concatenates the tensors of each key on the host. Returns one flat tensor [n] by key."""
+    """Concatenates the tensors of each key on the host. Returns key -> flat tensor [n]."""
     return {
         key: torch.cat([each.detach().cpu().flatten() for each in parts])
         for key, parts in tensors.items()
@@ -46,8 +47,8 @@ def joined(tensors: Mapping[str, Sequence[Tensor]]) -> dict[str, Tensor]:
 
 
 def put_together(said: Any, read: Callable[[str], Tensor]) -> Any:
-    """Returns the state that `taken_apart` split into `said` (the JSON) and tensors; `read` returns
-    the joined tensor of a key.
+    """Returns the state that `taken_apart` split into `said` (the JSON) and tensors. `read`:
+    returns the concatenated tensor of a key, as `joined` made it.
     """
     read = cache(read)
 

@@ -60,8 +60,8 @@ def write_rank(
 
 
 def _with_rests(boxes: Iterable[Boxed], rest: Callable[[float], object]) -> Iterator[Boxed]:
-    """Yields the blocks (boxes) and pauses after each: disk writes slow a training step, so the
-    writes are distributed over several steps.
+    """Yields the blocks (boxes) and pauses after each by calling `rest` with a number of seconds:
+    disk writes slow a training step, so the writes are distributed over several steps.
     """
     for box in boxes:
         begin = time.perf_counter()
@@ -73,7 +73,7 @@ def write_whole(
     folder: Path, ranks: int, about: dict[str, Any], *, given_up: Callable[[], bool]
 ) -> bool:
     """Waits until all `ranks` ranks have written their files, then writes the manifest, which
-    includes `about`.
+    includes the content `about`.
 
     Returns True when the manifest is written, False if `given_up` returned True before.
     """
@@ -138,8 +138,8 @@ class TrainingReader(Reader):
 
 
 class StoredModel:
-    """StoredModel reads one model of a training checkpoint. Tensors are identified by the keys of
-    their ShardBoxes.
+    """StoredModel reads the model `name` of a training checkpoint. Tensors are identified by the
+    keys of their ShardBoxes.
     """
 
     def __init__(self, reader: TrainingReader, name: str):
@@ -151,12 +151,12 @@ class StoredModel:
 
     def holds(self, kind: str) -> bool:
         """Returns whether the checkpoint has tensors of the model whose keys begin with "<kind>/",
-        e.g. an average of the weights.
+        such as "average/" for the moving average of the weights.
         """
         return any(key.startswith(f"{self.name}/{kind}/") for key in self.reader.stored)
 
     def fill(self, boxes: Iterable[ShardBox]) -> None:
-        """Reads the blocks `boxes` from the checkpoint into their tensors.
+        """Reads the blocks `boxes` of this process from the checkpoint into their tensors.
 
         Raises CheckpointError if a block is missing, has another shape, or is damaged.
         """

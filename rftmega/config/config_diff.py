@@ -30,8 +30,8 @@ def changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
 
 
 def _leaves(tree: dict[str, Any]) -> dict[str, str]:
-    """Returns dotted name -> value as text for all options, without secrets that an older version
-    may have stored.
+    """Returns dotted name -> value as text for all options of `tree`, nested dictionaries, without
+    secrets that an older version may have stored.
     """
     known = {
         name: stored(value, hint_of(name))

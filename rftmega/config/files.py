@@ -78,7 +78,8 @@ def _refuse_endless(document: Any) -> None:
 
 
 def layers_of(given: Given) -> list[Layer]:
-    """Returns the layers of a config, base first. A dictionary is treated as a file in the working
+    """Returns the files of a config as layers: the file named as `base` before the file that names
+    it. `given`: the path of a YAML file, or a dictionary, which is treated as a file in the working
     directory.
 
     Raises ConfigError for a file that cannot be read.
@@ -87,8 +88,8 @@ def layers_of(given: Given) -> list[Layer]:
 
 
 def _layers(path: Path, given: Given, below: tuple[Path, ...] = ()) -> Iterator[Layer]:
-    """Yields the layers of a file, base first; `below`: the files whose chain of `base` led to this
-    file.
+    """Yields the layers of the file `path`, base first; `given`: the path again, or a dictionary in
+    place of the file; `below`: the files whose chain of `base` led to this file.
     """
     is_file = not isinstance(given, Mapping)
     if is_file and path.resolve() in below:

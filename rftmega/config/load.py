@@ -60,7 +60,8 @@ MEANT = {
 
 
 def parse_override(text: str, plugins: Plugins = ()) -> tuple[str, Any]:
-    """Splits "a.b=value" into ("a.b", value), with the value parsed as YAML if possible.
+    """Splits "a.b=value" into ("a.b", value), with the value parsed as YAML if possible; as text if
+    the option is text. `plugins`: the classes of user-defined components.
 
     Raises ConfigError if there is no "=".
     """
@@ -132,14 +133,15 @@ def load(config: Given, overrides: Sequence[str] = ()) -> RunConfig:
 
 @lru_cache(32)
 def _defaults(chosen: tuple[tuple[str, str], ...], plugins: Plugins) -> Any:
-    """Returns the config with the defaults of all options. Callers copy the cached result, which is
-    five times as fast as building it again.
+    """Returns the config with the defaults of all options; `chosen`: (union name, type of the
+    chosen component) of each union. Callers copy the cached result, which is five times as fast as
+    building it again.
     """
     return OmegaConf.structured(merged_schema(dict(chosen), plugins))
 
 
 def _put(config: Any, name: str, value: Any, plugins: Plugins) -> str:
-    """Sets the option `name` in `config`. Returns the reason if the value is invalid; otherwise ""."""
+    """Sets the option `name` in `config`. Returns "", or the reason if the value is invalid."""
     if _too_large(value):
         return f"{name} holds a whole number of more than 300 digits. Give a smaller one."
     if value == MISSING:
@@ -183,7 +185,9 @@ def _is_missing(config: Any, name: str) -> bool:
 
 
 def _fill_in(config: Any, given: Mapping[str, Any], known: Sequence[str]) -> None:
-    """Sets the options whose defaults depend on other options, except those in `given`."""
+    """Sets the options of `config` whose defaults depend on other options, except options in
+    `given`, which the user set. `known`: the names of all options.
+    """
     for name in known:
         if name.startswith(AS_THE_POLICY) and f"critic.{name}" not in given:
             OmegaConf.update(config, f"critic.{name}", OmegaConf.select(config, name))
@@ -194,13 +198,16 @@ def _fill_in(config: Any, given: Mapping[str, Any], known: Sequence[str]) -> Non
 
 
 def _layers(config: Given) -> list[dict[str, Any]]:
-    """Returns each file of a config as dotted name -> value, base first."""
+    """Returns the options of each file of a config as dotted name -> value; the file named as
+    `base` comes before the file that names it.
+    """
     return [flatten(layer.tree) for layer in layers_of(config)]
 
 
 def _misplaced(config: Given, overrides: Mapping[str, Any]) -> dict[str, str]:
-    """Returns option -> complaint for each path that does not exist in the working directory but
-    does exist relative to the YAML file that sets the option or, for overrides, to the config file.
+    """Returns option -> error message for each path that does not exist in the working directory
+    but does exist relative to the YAML file that sets the option or, for overrides, to the config
+    file.
     """
     found: dict[str, str] = {}
     *below, last = layers_of(config)
@@ -213,8 +220,8 @@ def _misplaced(config: Given, overrides: Mapping[str, Any]) -> dict[str, str]:
 
 
 def plugins_of(path: str | Path, overrides: Sequence[str] = ()) -> Plugins:
-    """Returns the classes of the user-defined components in the files that a config's `plugins`
-    names.
+    """Returns the classes of the user-defined components in the files that the option `plugins`
+    names, in the config file `path` or in `overrides`.
 
     Raises ConfigError as `load` does.
     """
@@ -224,8 +231,8 @@ def plugins_of(path: str | Path, overrides: Sequence[str] = ()) -> Plugins:
 def _chosen_parts(
     given: dict[str, Any], plugins: Plugins
 ) -> tuple[dict[str, str], dict[str, Any], list[str]]:
-    """Returns union name -> chosen type, the options without options of unknown types, and a list
-    of problems.
+    """Returns union name -> chosen type, the options `given` (dotted name -> value) without options
+    of components of unknown types, and a list of problems.
     """
     chosen, problems = {}, []
     for name, known in unions(plugins).items():
@@ -243,7 +250,7 @@ def _chosen_parts(
 
 def _refused(name: str, value: Any, chosen: Mapping[str, str], plugins: Plugins) -> str:
     """Returns the reason why the option `name` does not exist for the chosen components; "" if it
-    exists.
+    exists. `chosen`: union name -> chosen type.
     """
     known, section = options(plugins), name.rpartition(".")[0]
     # a dictionary's keys are the user's
@@ -263,13 +270,15 @@ def _refused(name: str, value: Any, chosen: Mapping[str, str], plugins: Plugins)
 
 def _union_of(name: str, chosen: Mapping[str, str]) -> str:
     """Returns the name of the union that contains an option, directly or within a section; "" if
-    the option is not in a union.
+    the option is not in a union. `chosen`: union name -> chosen type.
     """
     return next((union for union in chosen if name.startswith(f"{union}.")), "")
 
 
 def _plugins_of(layers: Sequence[dict[str, Any]]) -> tuple[type, ...]:
-    """Returns the classes of the components in the files that the option `plugins` names.
+    """Returns the classes of the user-defined components in the files that the option `plugins`
+    names; `layers`: dotted name -> value of each file and of the overrides, of which the last one
+    with `plugins` counts.
 
     Raises ConfigError as `plugin_parts` does.
     """
@@ -280,8 +289,8 @@ def _plugins_of(layers: Sequence[dict[str, Any]]) -> tuple[type, ...]:
 
 
 def _flat_parts(layer: dict[str, Any], plugins: Plugins) -> dict[str, Any]:
-    """Returns a layer in which components given as a dictionary are split into dotted options; a
-    component given as text becomes the component's `type`.
+    """Returns `layer` (dotted name -> value) with components given as a dictionary split into
+    dotted options; a component given as text becomes the component's `type`.
     """
     parts, found = {*unions(plugins), "reward.custom"}, dict[str, Any]()
     for name, value in layer.items():
@@ -296,7 +305,8 @@ def _flat_parts(layer: dict[str, Any], plugins: Plugins) -> dict[str, Any]:
 
 
 def _merged(layers: Sequence[dict[str, Any]], plugins: Plugins) -> dict[str, Any]:
-    """Returns the options of all layers; a later layer overrides earlier ones.
+    """Returns the options of all `layers` (dotted name -> value each); a later layer overrides
+    earlier ones.
 
     A layer that selects another type of a component discards the component's options from earlier
     layers.
@@ -366,7 +376,7 @@ def recipe(name: str) -> list[dict[str, Any]]:
 
 def flatten(tree: dict[str, Any], prefix: str = "", plugins: Plugins = ()) -> dict[str, Any]:
     """Flattens {"a": {"b": 1}} to {"a.b": 1}; the value of an option whose type is a dictionary is
-    not flattened.
+    not flattened. `prefix` begins the dotted names.
 
     A section whose value is None is skipped. Raises ConfigError for endlessly nested sections (an
     anchor that contains itself).

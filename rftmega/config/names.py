@@ -17,8 +17,8 @@ MOST_NAMED = 3  # in an error
 
 
 class TheirNames(NamedTuple):
-    """TheirNames is one row of a table in the documentation: names of an option in another
-    framework, `system`, and the text on its counterpart in this project, `here`.
+    """TheirNames is one row of a table in the documentation: `names` of an option in another
+    framework, `system`, and `here`, the text on its counterpart in this project.
     """
 
     system: str
@@ -27,7 +27,9 @@ class TheirNames(NamedTuple):
 
 
 def unknown(name: str, known: Sequence[str]) -> str:
-    """Returns the message for an unknown option `name`, with suggestions."""
+    """Returns the error message for an unknown option `name`, with suggestions; `known`: the names
+    of all options.
+    """
     inside = [option for option in known if option.startswith(f"{name}.")]
     if inside:
         return f"{name} is a section, not an option. Give options of it, as {inside[0]}."
@@ -76,7 +78,7 @@ def _alike(a: str, b: str) -> float:
 
 def named_elsewhere(name: str, *, whole: bool = True) -> list[TheirNames]:
     """Returns at most MOST_NAMED table rows of other frameworks' options with the name `name`. With
-    `whole` False, returns rows with a name whose last part equals the last part of `name`.
+    `whole` False, only the last part of the dotted names must be equal.
     """
     name = name.removeprefix(PREFIX)
     leaf = name.rpartition(".")[2]
@@ -88,7 +90,7 @@ def named_elsewhere(name: str, *, whole: bool = True) -> list[TheirNames]:
 
 @cache
 def rows() -> tuple[TheirNames, ...]:
-    """Returns the rows of the tables in the documentation's page from_other_systems.md."""
+    """Returns all rows of the tables in the documentation's page from_other_systems.md."""
     found, system = [], ""
     for line in TABLES.read_text(encoding="utf-8").splitlines():
         if line.startswith("## "):
@@ -100,8 +102,8 @@ def rows() -> tuple[TheirNames, ...]:
 
 
 def _names(cell: str) -> tuple[str, ...]:
-    """Returns the option names in a table cell, without dashes and values: from `--max_epochs`,
-    `beta=0.1`.
+    """Returns the option names in a table cell, without leading dashes and values: max_epochs and
+    beta for a cell with `--max_epochs` and `beta=0.1`.
     """
     quoted = re.findall(r"`([^`]+)`", cell)
     bare = (text.lstrip("-").partition("=")[0].partition(" ")[0] for text in quoted)

@@ -77,8 +77,9 @@ WRITTEN = (
 
 
 def misplaced(options: Mapping[str, Any], folder: Path) -> dict[str, str]:
-    """Returns option -> complaint for each path that does not exist in the working directory but
-    does exist relative to `folder`, the folder of the YAML file.
+    """Returns option -> error message for each path in `options` (dotted name -> value) that does
+    not exist in the working directory but does exist relative to `folder`, the folder of the YAML
+    file.
     """
     return {
         name: reason

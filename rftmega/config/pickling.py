@@ -12,7 +12,7 @@ from rftmega.config.tree import built
 
 
 def restored(tree: dict[str, Any]) -> RunConfig:
-    """Returns the config with the values of nested dictionaries, as returned by `asdict`.
+    """Returns the RunConfig with the values of `tree`, nested dictionaries as returned by `asdict`.
 
     Loads the plugins' files again.
     """

@@ -16,8 +16,8 @@ EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 
 def served_rank(config: RunConfig) -> int:
-    """Returns the rank of the adapters that are sent to engines unmerged; 0 if engines get merged
-    weights.
+    """Returns the rank of the LoRA adapters that a weight sync sends to engines separately; 0 if it
+    sends merged weights.
     """
     lora = config.model.lora
     as_such = lora.push == "adapters" or (lora.push == "auto" and not why_merged(config))

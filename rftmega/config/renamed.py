@@ -49,9 +49,11 @@ RENAMED_TYPES = {  # (option, former value) -> value
 
 
 def renamed(name: str, value: object) -> str:
-    """Returns the error message for a former option name, with its replacement.
+    """Returns the error message for a former option name, with its replacement, or for
+    rollout.top_p, top_k and min_p, which only evaluation has. `value`: the option's given value,
+    for the message.
 
-    Returns "" for a name that was never renamed.
+    Returns "" for any other name.
     """
     section, _, last = name.rpartition(".")
     if section == "rollout" and last in TRUNCATING:

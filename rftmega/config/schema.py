@@ -248,8 +248,8 @@ class RolloutConfig:
     """Completions per prompt (num_generations in TRL): the group over which GRPO normalises."""
 
     train_samples_per_prompt: NotNegativeInt = 0
-    """Train only on the first this many completions of each prompt, though all are scored and vote;
-    0: all.
+    """Train only on this many completions of each prompt, the first ones; all are scored, and vote
+    in reward.majority. 0: all.
     """
 
     temperature: Positive = 1.0
@@ -311,9 +311,9 @@ class RolloutConfig:
     """Maximum number of completions that one engine generates concurrently."""
 
     ahead: AtMostOne = 0
-    """One-step off-policy training (strategy=separate): batches that are generated while the
-    previous one is trained on. They finish before the weight sync, so results are reproducible, one
-    version behind.
+    """One-step off-policy training (strategy=separate): number of batches, 0 or 1, that are
+    generated while the previous batch is trained on. They finish before the weight sync, so that
+    results are reproducible; their policy is one version old.
     """
 
     on_update: Literal["wait", "abort", "recompute", "keep"] = "recompute"
@@ -420,8 +420,8 @@ class DataConfig:
     """
 
     media_hosts: list[str] = field(default_factory=list)
-    """Web hosts from which images and videos may be downloaded, once each, into media_folder before
-    the run begins; empty: URLs are rejected.
+    """Web hosts from which images and videos may be downloaded, each file once, into media_folder
+    before the run begins; empty: URLs are rejected.
     """
 
     response_key: str = "response"
@@ -496,7 +496,8 @@ class ShapingConfig:
 class RewardConfig:
     exact_match: float = 1.0
     """Weight of exact match: the answer equals the label (except for surrounding white space). Its
-    default is 0 if there are functions, or math, multiple_choice or code, which judge the same.
+    default is 0 if reward.functions, math, multiple_choice or code is used, which judge correctness
+    as well.
     """
 
     answer_pattern: str = ""
@@ -638,8 +639,8 @@ class RewardConfig:
     """
 
     recipe: dict[str, dict[str, float]] = field(default_factory=dict)
-    """Weights by task type, {kind: {part: weight}}, instead of those above; every prompt's task
-    type must be listed.
+    """Weights by task type, {task type: {component: weight}}, instead of the weights of the
+    components' own options; every prompt's task type must be listed.
     """
 
     shaping: ShapingConfig = field(default_factory=ShapingConfig)
@@ -736,8 +737,8 @@ class CriticConfig:
 @dataclass
 class FaultsConfig:
     max_restarts: NotNegativeInt = 0
-    """--processes: maximum number of restarts of all processes, from the latest checkpoint, after
-    one died. torchrun has its own option.
+    """For runs with --processes: maximum number of restarts of all processes, from the latest
+    checkpoint, after one died. torchrun has its own option.
     """
 
     requeue_code: int = 75
@@ -761,8 +762,8 @@ class FaultsConfig:
     """
 
     rollout_repeats: NotNegativeInt = 2
-    """Maximum repetitions of a rollout, from its first turn, after something that it needs, such as
-    a tool's server, failed; after that it is left out.
+    """Maximum repetitions of a rollout, from its first turn, after a failure outside the model,
+    such as of a tool's server; after that the rollout is left out.
     """
 
 
@@ -803,7 +804,9 @@ class TrainerConfig:
     """
 
     patch_weight: NotNegative = 1.0
-    """Cost of an image patch, or an audio position, in tokens, in the same balancing."""
+    """Cost of an image patch, or an audio position, in tokens, in balancing work over data-parallel
+    processes.
+    """
 
     offload: bool = True
     """Between phases, move the trainer's weights, gradients, main parameters and Adam states that
@@ -836,8 +839,8 @@ class TrainerConfig:
     """
 
     eval_accuracy: str = "exact_match"
-    """Reward component that is 1 or more for a correct response: for pass@k, and shown beside the
-    progress.
+    """Reward component that is 1 or more for a correct response; it decides on pass@k, and is shown
+    beside the progress.
     """
 
     trajectories: NotNegativeInt = 10
@@ -846,7 +849,7 @@ class TrainerConfig:
     """
 
     trajectories_mib: Count = 1024
-    """Maximum size of that folder in MiB; the oldest files are deleted first."""
+    """Maximum size of output/trajectories in MiB; the oldest files are deleted first."""
 
     output: str = "runs/default"
     """Output folder for metrics, logs and the exported model."""
@@ -916,8 +919,8 @@ class CheckpointConfig:
 @dataclass
 class LoggingConfig:
     timeline: list[int] = field(default_factory=list)
-    """First and last step to record with the work of all processes, as [3,4], in output/timeline
-    (docs/monitoring.md).
+    """First and last step, as [3,4], of a timeline with the spans of work of all processes, written
+    to output/timeline (docs/monitoring.md).
     """
 
     peak_tflops: NotNegative = 0.0
@@ -953,8 +956,8 @@ class RunConfig:
     """Python files with components of your own (docs/algorithms.md), e.g. [my_parts.py]."""
 
     strategy: Literal["colocated", "separate"] = "colocated"
-    """Placement of the engines: colocated (in the trainer's processes, which take turns) or
-    separate (servers beside them, on this host or others).
+    """Placement of the engines: colocated (in the trainer's processes, which alternate between
+    rollout and training) or separate (servers beside them, on this host or others).
     """
 
     backend: Literal["megatron", "fsdp"] = "megatron"
@@ -1004,9 +1007,9 @@ class RunConfig:
 
     @property
     def late_scoring(self) -> bool:
-        """Returns whether the update's own forward pass can compute the old log-probs. This
-        requires that nothing needs them earlier, and that the run takes a single update per
-        rollout, whose forward pass equals a scoring pass.
+        """Returns whether the update's own forward pass can compute the old log-probs, so that no
+        separate scoring pass is needed. This requires that nothing needs them earlier, and that the
+        run takes a single update per rollout, whose forward pass equals a scoring pass.
         """
         chosen = self.algorithm
         one_update = chosen.steps_per_rollout == 1 and not chosen.replay.max_age

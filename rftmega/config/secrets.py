@@ -33,15 +33,17 @@ def without_secrets(config: RunConfig) -> dict[str, Any]:
 
 
 def shown(name: str, value: Any, plugins: Plugins = ()) -> str:
-    """Returns "name=value" for error messages; only the name if the option holds secrets."""
+    """Returns "name=value" of an option for error messages; only the name if the option holds
+    secrets. `plugins`: the classes of user-defined components.
+    """
     if holds_secrets(name, plugins) and not isinstance(value, bool | int | float):
         return name
     return f"{name}={stored(value)}"
 
 
 def stored(value: Any, hint: Any = None) -> Any:
-    """Returns the form of an option's value in which it may be stored; `hint`: the annotation of
-    the option's field.
+    """Returns an option's value without secrets, as it may be stored; `hint`: the annotation of the
+    option's field, which marks secrets.
     """
     if (mark := _mark(hint)) is not None and value:
         return _hidden(value, mark)
@@ -58,7 +60,7 @@ def stored(value: Any, hint: Any = None) -> Any:
 
 
 def without_credentials(text: str) -> str:
-    """Returns a text whose URLs have no user, password and query."""
+    """Returns `text` with user, password and query removed from the URLs in it."""
     return QUERY.sub(r"\1?...", USER.sub("", text))
 
 
@@ -68,21 +70,26 @@ def has_credentials(address: str) -> bool:
 
 
 def hint_of(name: str, plugins: Plugins = ()) -> Any:
-    """Returns the annotation of a dotted option; None if the option does not exist."""
+    """Returns the annotation of a dotted option; None if the option does not exist. `plugins`: the
+    classes of user-defined components, whose options exist as well.
+    """
     return _hints(plugins).get(name)
 
 
 @cache
 def holds_secrets(name: str, plugins: Plugins = ()) -> bool:
-    """Returns whether a dotted option holds secrets, or is part of an option that holds secrets."""
+    """Returns whether a dotted option holds secrets, or is part of an option that holds secrets.
+    `plugins`: the classes of user-defined components.
+    """
     parts = name.replace("[", ".").split(".")
     above = (".".join(parts[:end]) for end in range(1, len(parts) + 1))
     return any(_bears(hint) for each in above if (hint := hint_of(each, plugins)) is not None)
 
 
 def interpolated(written: Any, resolved: Any) -> Any:
-    """Returns the tree `resolved` with each text that came from a reference (${...}) as an
-    Interpolated, which knows how it was `written`; both trees have the same structure.
+    """Returns `resolved`, a tree of options in which references (${...}) are replaced by their
+    values, with an Interpolated in place of each text that came from a reference. `written`: the
+    same tree with the references.
     """
     if isinstance(resolved, dict) and isinstance(written, dict):
         return {name: interpolated(written.get(name), each) for name, each in resolved.items()}
@@ -96,8 +103,8 @@ def interpolated(written: Any, resolved: Any) -> Any:
 
 
 def resolved(tree: dict[str, Any], name: str) -> str:
-    """Returns an option of a stored config with its references resolved; as written if a reference
-    cannot be resolved.
+    """Returns the dotted option `name` of `tree`, a stored config, as text with its references
+    (${...}) resolved; as written if a reference cannot be resolved.
     """
     config = OmegaConf.create(tree)
     try:
@@ -116,7 +123,9 @@ def _all_interpolated(resolved: Any, written: str) -> Any:
 
 
 def _section(given: Any) -> dict[str, Any]:
-    """Returns the fields of an options dataclass that may be stored, in their storable form."""
+    """Returns name -> value in storable form of the options in `given`, an instance of an options
+    dataclass; options that consist of a secret are left out.
+    """
     schema: Any = type(given)
     found = {}
     for f in fields(given):
@@ -139,8 +148,8 @@ def _kept(value: Any, hint: Any) -> Any:
 
 
 def _element(given: Any, schema: type) -> Any:
-    """Returns the storable form of a list element, given as a dictionary with the fields of the
-    dataclass `schema`.
+    """Returns the storable form of a list element, `given` as a dictionary with the fields of the
+    dataclass `schema`; NOT_STORED if it is not a dictionary.
     """
     if not isinstance(given, Mapping):
         return NOT_STORED

@@ -43,7 +43,7 @@ def hints(schema: type) -> dict[str, Any]:
 
 
 def plain(hint: Any) -> Any:
-    """Returns the type in an annotation, without bounds; str for a Literal."""
+    """Returns the type in the annotation `hint`, without bounds; str for a Literal."""
     while get_origin(hint) is Annotated:
         hint = get_args(hint)[0]
     return str if get_origin(hint) is Literal else hint
@@ -58,7 +58,7 @@ def choices_of(hint: Any) -> tuple[str, ...]:
 
 def members(hint: Any, plugins: Plugins = ()) -> dict[str, type]:
     """Returns type name -> dataclass for an annotation that is a union of components, including
-    user-defined ones.
+    user-defined ones (`plugins`).
 
     Returns {} for other annotations.
     """
@@ -72,8 +72,8 @@ def members(hint: Any, plugins: Plugins = ()) -> dict[str, type]:
 
 
 def tabled(hint: Any, plugins: Plugins = ()) -> dict[str, type] | None:
-    """Returns type name -> dataclass of the user-defined components in a table; None for an
-    annotation that is not a table.
+    """Returns type name -> dataclass of the user-defined components (from `plugins`) in a table
+    such as reward.custom; None for an annotation that is not a table.
     """
     inner = plain(hint)
     if get_origin(inner) is not dict or not is_dataclass(get_args(inner)[1]):
@@ -82,7 +82,9 @@ def tabled(hint: Any, plugins: Plugins = ()) -> dict[str, type] | None:
 
 
 def listed(hint: Any) -> type | None:
-    """Returns the dataclass of the elements of a list; None for other annotations."""
+    """Returns the dataclass of a list's elements, for an annotation list[DATACLASS]; None for other
+    annotations.
+    """
     inner = plain(hint)
     if get_origin(inner) is not list or not is_dataclass(get_args(inner)[0]):
         return None
@@ -93,8 +95,10 @@ def listed(hint: Any) -> type | None:
 def walk(
     schema: type = RunConfig, prefix: str = "", plugins: Plugins = (), part: str = ""
 ) -> Iterator[Option]:
-    """Yields all options of `schema`, including the options of every member of a union, in the
-    order of the schema. `prefix` begins the dotted names; `part`: the component's type.
+    """Yields all options of the dataclass `schema`, including the options of every member of a
+    union, in the order of the schema. `prefix` begins the dotted names; `plugins`: the classes of
+    user-defined components; `part`: the type name of the component that `schema` describes, "" if
+    it describes none.
     """
     for name, hint in hints(schema).items():
         if name not in {f.name for f in fields(schema)}:
@@ -125,14 +129,16 @@ def walk(
 @cache
 def options(plugins: Plugins = ()) -> Mapping[str, Any]:
     """Returns dotted name -> type of all options, including the options of every member of a union,
-    in the order of the schema.
+    in the order of the schema. `plugins`: the classes of user-defined components.
     """
     return {option.name: option.kind for option in walk(plugins=plugins)}
 
 
 @cache
 def sections(plugins: Plugins = ()) -> Set[str]:
-    """Returns the dotted names of all sections of options."""
+    """Returns the dotted names of all sections of options. `plugins`: the classes of user-defined
+    components.
+    """
     return {name[:at] for name in options(plugins) for at in range(len(name)) if name[at] == "."}
 
 
@@ -140,7 +146,10 @@ def sections(plugins: Plugins = ()) -> Set[str]:
 def unions(
     plugins: Plugins = (), schema: type = RunConfig, prefix: str = ""
 ) -> Mapping[str, Mapping[str, type]]:
-    """Returns dotted name of a union -> {type name: dataclass of options} for all unions."""
+    """Returns dotted name of a union -> {type name: dataclass of options} for all unions in the
+    dataclass `schema`. `plugins`: the classes of user-defined components; `prefix` begins the
+    dotted names.
+    """
     found: dict[str, Mapping[str, type]] = {}
     for f in fields(schema):
         hint = hints(schema)[f.name]
@@ -177,7 +186,8 @@ def rebuilt(
     schema: type, hint_of: Callable[[str, Any], Any], plugins: Plugins = (), prefix: str = ""
 ) -> type:
     """Returns a dataclass like `schema` in which each field has the annotation hint_of(dotted name,
-    annotation); a dataclass returned by `hint_of` is rebuilt as well.
+    annotation); a dataclass returned by `hint_of` is rebuilt as well. `plugins`: the classes of
+    user-defined components; `prefix` begins the dotted names.
     """
     made = []
     for f in fields(schema):
@@ -208,7 +218,7 @@ def rebuilt(
 
 def merged_schema(chosen: Mapping[str, str], plugins: Plugins) -> type:
     """Returns the schema for OmegaConf: without bounds, and with the component of type chosen[name]
-    for the union `name`.
+    for the union `name`. `plugins`: the classes of user-defined components.
     """
     known = unions(plugins)
 
@@ -222,7 +232,7 @@ def merged_schema(chosen: Mapping[str, str], plugins: Plugins) -> type:
 
 def bounded_schema(plugins: Plugins) -> type:
     """Returns the schema for pydantic: with bounds, choices, and unions (selected by `type`) that
-    include user-defined components.
+    include user-defined components (`plugins`).
     """
     known = unions(plugins)
 
@@ -236,7 +246,7 @@ def bounded_schema(plugins: Plugins) -> type:
 
 def built(schema: Any, tree: Mapping[str, Any], plugins: Plugins) -> Any:
     """Returns an instance of the dataclass `schema` with the values of the nested dictionaries
-    `tree`.
+    `tree`. `plugins`: the classes of user-defined components.
 
     For a union, builds the component that its `type` selects.
     """

@@ -94,8 +94,8 @@ class NothingTrained(RFTMegaError):  # noqa: N818  named after the event
 
 
 class RewardError(RFTMegaError):
-    """A completion that cannot be scored: its prompt's task type has no weights, a remote reward
-    fails, or a score is not a number.
+    """A completion that cannot be scored: its prompt's task type has no reward weights, a remote
+    reward fails, or a score is not a number.
     """
 
 

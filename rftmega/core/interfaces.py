@@ -109,7 +109,9 @@ class RolloutEngine(Protocol):
 
 
 class RolloutGroup(NamedTuple):
-    """RolloutGroup is a task and the sampling seeds of its rollouts, which are trained on together."""
+    """RolloutGroup is a prompt (task) and the sampling seeds of its rollouts, which are trained on
+    together.
+    """
 
     number: int  # in the run
     prompt: Prompt
@@ -143,7 +145,8 @@ class RolloutStream(Protocol):
         """Returns the groups in progress: begun, but neither taken nor dropped."""
 
     def take(self, most: int) -> TakenGroups:
-        """Waits for the first `most` groups to finish and returns them.
+        """Waits until `most` groups have finished, and returns the `most` groups that finished
+        first, in this order.
 
         Raises Preempted if the run is asked to stop during the wait.
         """
@@ -177,8 +180,8 @@ class RolloutStream(Protocol):
 
     def unfinished(self) -> Callable[[], dict[str, Any]]:
         """Returns a function that collects, on the first process, the state of unfinished groups
-        for a checkpoint; {} if these groups start over after a resume. The function is called only
-        if a checkpoint is written.
+        for a checkpoint; {} if these groups start over after a resume. The caller calls the
+        function only when it writes a checkpoint.
         """
 
     def load_unfinished(self, state: Mapping[str, Any]) -> None:
@@ -214,7 +217,8 @@ class Policy(Scorer, Protocol):
         auxiliary: Auxiliary | None = None,
         scored: Told | None = None,
     ) -> Metrics:
-        """Takes one optimizer step on the rows of `experience` and of `auxiliary`.
+        """Takes one optimizer step on the rows of `experience` and of `auxiliary`, a second loss
+        with its own rows.
 
         Every `group_size` consecutive rows are passed to `loss_fn` together. The metrics contain
         "optimizer_steps" (1, or 0 if no step was taken), "skipped_steps" (1 if gradients were not
@@ -229,8 +233,8 @@ class ValueScorer(Protocol):
     """ValueScorer computes state values of rows."""
 
     def values(self, rows: Rows[Column]) -> Column:
-        """Returns the value of each state in which a target is chosen, under the current weights,
-        without gradient.
+        """Returns, for each target of `rows`, the value of the state in which the target is chosen
+        (the tokens before it), under the current weights, without gradient.
         """
 
 
@@ -300,10 +304,11 @@ class Resumable(Protocol):
 
 
 class Host(Protocol):
-    """Host keeps one copy of data that all processes of a host share."""
+    """Host keeps one copy of data that all processes of a host (machine) share."""
 
     def once(self, make: Callable[[], Result]) -> Result:
-        """Returns the result of `make`, which is called once per host. Called on every process.
+        """Returns the result of `make`, which is called by one process per host; the other
+        processes of the host get the same data. All processes must call `once`.
 
         The result consists of tensors, numbers, Ragged columns, dicts and tuples; callers must not
         modify it.
@@ -311,7 +316,9 @@ class Host(Protocol):
 
 
 class OneProcess:
-    """OneProcess is a Host of a single process, which shares nothing."""
+    """OneProcess is the Host of a run with a single process: `once` calls the function and shares
+    nothing.
+    """
 
     def once(self, make: Callable[[], Result]) -> Result:
         return make()
@@ -333,7 +340,9 @@ class Numerics(Protocol):
 
 
 class Machinery(Protocol):
-    """Components of a run with rollouts, built for its backend and engine."""
+    """Machinery holds the components of an RL run, built for its backend and engine: rollout
+    engine, weight sync, policy, and optional critic and reward model.
+    """
 
     numerics: Numerics
     host: Host
@@ -362,7 +371,8 @@ class Checkpoints(Protocol):
         """
 
     def resume(self) -> dict[str, Any] | None:
-        """Loads the checkpoint that `checkpoint.resume` names.
+        """Loads the checkpoint that the option `checkpoint.resume` names: weights, optimizers and
+        random states.
 
         Returns the state that `save` was given; None if the run starts from scratch.
         """
@@ -383,8 +393,8 @@ class Callback(Protocol):
     def on_experience(
         self, trainer: Any, samples: Samples[Ragged], experience: Experience[Ragged]
     ) -> None:
-        """Receives the samples and the experience on which the step just done, `trainer.step`, has
-        trained.
+        """Receives the scored samples and the experience on which the step just finished, number
+        `trainer.step`, has trained.
 
         Called before `on_step`.
         """
@@ -392,7 +402,9 @@ class Callback(Protocol):
     def on_step(self, trainer: Any, metrics: Metrics) -> None: ...
 
     def on_save(self, trainer: Any) -> None:
-        """Called before a checkpoint is written; output of earlier steps must be flushed to disk."""
+        """Called before a checkpoint is written; the callback must flush its output of earlier
+        steps to disk.
+        """
 
     def on_given_up(self, trainer: Any) -> None:
         """Called if training ends before a step is complete: on all callbacks, before any `on_end`."""

@@ -163,8 +163,8 @@ def placed_from_state(state: Sequence[Any]) -> Placed:
 
 
 def unexpanded(token_ids: Sequence[int], images: Sequence[Placed]) -> list[int]:
-    """Returns the tokens with a single placeholder per image, video or waveform, as an engine's own
-    processor expects them; it expands placeholders itself.
+    """Returns the tokens with a single placeholder per image, video or waveform of `images`, as an
+    engine's own processor expects them, which expands placeholders itself.
     """
     kept: list[int] = []
     before = 0

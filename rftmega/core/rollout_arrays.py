@@ -25,8 +25,8 @@ ROUTES = "routes"  # one more column, of vectors, if engines report expert route
 
 
 class TrajectoryPlace(NamedTuple):
-    """Position of a trajectory in the columns, and the trajectory's attributes that the columns
-    don't hold.
+    """Position of a trajectory in the columns of RolloutArrays, and the trajectory's attributes
+    that the columns don't hold.
     """
 
     start: int
@@ -36,7 +36,9 @@ class TrajectoryPlace(NamedTuple):
 
 
 class RolloutPlace(NamedTuple):
-    """Positions of a rollout's trajectories, and the rollout's other attributes."""
+    """Positions of a rollout's trajectories in the columns of RolloutArrays, and the rollout's
+    other attributes.
+    """
 
     trajectories: tuple[TrajectoryPlace, ...]
     scores: dict[str, float] | None
@@ -46,7 +48,9 @@ class RolloutPlace(NamedTuple):
     score_zero: bool = False
 
     def moved(self, by: int) -> "RolloutPlace":
-        """Returns the place with all trajectories' start positions moved by `by` elements."""
+        """Returns a copy in which the start positions of all trajectories are moved by `by`
+        elements.
+        """
         own = tuple(each._replace(start=each.start + by) for each in self.trajectories)
         return self._replace(trajectories=own)
 

@@ -8,18 +8,22 @@ import hashlib
 
 
 def sampling_seed(seed: int, task: int, sample: int) -> int:
-    """Returns the seed of a rollout's first turn, below 2^31."""
+    """Returns the sampling seed of a rollout's first turn, below 2^31. `seed`: of the run; `task`:
+    number of the prompt in the run; `sample`: number of the rollout among the prompt's rollouts.
+    """
     return _hashed(f"{seed}/{task}/{sample}")
 
 
 def turn_seed(first: int, turn: int) -> int:
-    """Returns the seed of a turn, below 2^31; `first`: the seed of turn 0."""
+    """Returns the sampling seed, below 2^31, of turn number `turn` of a rollout; `first`: the seed
+    of the rollout's turn 0.
+    """
     return first if turn == 0 else _hashed(f"{first}/turn {turn}")
 
 
 def continued_seed(first: int, tokens: int) -> int:
     """Returns the seed, below 2^31, for continuing a completion that was interrupted after `tokens`
-    tokens.
+    tokens; `first`: the seed that the completion started with.
     """
     return _hashed(f"{first}/token {tokens}") if tokens else first
 

@@ -128,7 +128,10 @@ class TrainedAdapters:
 
 @dataclass(frozen=True, slots=True)
 class AdapterSource:
-    """Source of the adapters in a weight sync that sends only adapters."""
+    """AdapterSource is the source of the adapters in a weight sync that sends only adapters: this
+    process's shards of them (`held`) and the process group over which all shards are gathered
+    (`group`).
+    """
 
     held: TrainedAdapters
     group: Any  # the processes of a replica of the model
@@ -153,7 +156,8 @@ class ShardBox:
 @torch.no_grad()
 def lost_share(shards: Iterable[Shard], everyones: Callable[[Tensor], Tensor]) -> float:
     """Returns the share of the adapters' update that is lost when merged weights are rounded:
-    |error| / |addend|, 0 if there is no addend. `everyones` sums a tensor over all processes.
+    |error| / |addend|, 0 if there is no addend. `shards`: the shards of this process; `everyones`
+    sums a tensor over all processes.
     """
     own = sum((shard.rounding() for shard in shards), torch.zeros(2, dtype=torch.float64))
     lost, added = everyones(own).tolist()
@@ -166,7 +170,9 @@ def is_linear(name: str) -> bool:
 
 
 def whole(shape: Sequence[int]) -> Box:
-    """Returns the box of a whole tensor of this shape."""
+    """Returns the block (box: start and stop along each dimension) that covers a whole tensor of
+    this shape.
+    """
     return tuple((0, size) for size in shape)
 
 
@@ -176,12 +182,14 @@ def shape_of(box: Box) -> tuple[int, ...]:
 
 @lru_cache(1 << 16)  # planning a push asks for the same boxes for every process
 def volume(box: Box) -> int:
-    """Returns the number of elements of a box."""
+    """Returns the number of elements of a block (box: start and stop along each dimension)."""
     return math.prod(shape_of(box))
 
 
 def narrowed(tensor: Tensor, box: Box) -> Tensor:
-    """Returns a view of the tensor's elements within a box."""
+    """Returns a view of the tensor's elements within a block (box: start and stop along each
+    dimension).
+    """
     for dim, (start, stop) in enumerate(box):
         if (start, stop) != (0, tensor.shape[dim]):
             tensor = tensor.narrow(dim, start, stop - start)
@@ -189,13 +197,17 @@ def narrowed(tensor: Tensor, box: Box) -> Tensor:
 
 
 def within(box: Box, outer: Box) -> Box:
-    """Returns the coordinates of a box relative to the start of an outer box that contains it."""
+    """Returns the coordinates of `box` relative to the start of the block `outer`, which contains
+    it.
+    """
     edges = zip(box, outer, strict=True)
     return tuple((start - first, stop - first) for (start, stop), (first, _) in edges)
 
 
 def intersection(one: Box, other: Box) -> Box | None:
-    """Returns the intersection of two boxes, or None if it is empty."""
+    """Returns the intersection of two blocks (boxes: start and stop along each dimension), or None
+    if it is empty.
+    """
     found = []
     for (start, stop), (first, last) in zip(one, other, strict=True):
         low, high = max(start, first), min(stop, last)
@@ -206,7 +218,7 @@ def intersection(one: Box, other: Box) -> Box | None:
 
 
 def without(box: Box, other: Box) -> list[Box]:
-    """Returns boxes that together cover the elements of `box` outside `other`."""
+    """Returns disjoint blocks (boxes) that together cover the elements of `box` outside `other`."""
     common = intersection(box, other)
     if common is None:
         return [box]
@@ -219,7 +231,9 @@ def without(box: Box, other: Box) -> list[Box]:
 
 
 def disjoint(boxes: Iterable[Box]) -> list[Box]:
-    """Returns disjoint boxes that cover the same elements as `boxes`, with adjacent boxes merged."""
+    """Returns disjoint blocks (boxes) that cover the same elements as `boxes`, which may overlap;
+    adjacent blocks are merged.
+    """
     found: list[Box] = []
     for box in sorted(set(boxes)):
         if volume(box):
@@ -228,7 +242,9 @@ def disjoint(boxes: Iterable[Box]) -> list[Box]:
 
 
 def remaining(box: Box, taken: Iterable[Box]) -> list[Box]:
-    """Returns boxes that together cover the elements of `box` outside all `taken` boxes."""
+    """Returns disjoint blocks (boxes) that together cover the elements of `box` outside all blocks
+    of `taken`.
+    """
     left = [box]
     for other in taken:
         left = [rest for piece in left for rest in without(piece, other)]

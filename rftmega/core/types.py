@@ -36,7 +36,9 @@ UNKNOWN = -1  # pads rows of versions
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A task's prompt as token ids; `label` is the reference that the reward compares with."""
+    """A task's prompt as token ids; `label` is the reference answer that the
+    reward compares with.
+    """
 
     token_ids: tuple[int, ...]
     label: str = ""
@@ -381,7 +383,7 @@ class Samples(Generic[Column]):
     ) -> "Samples[Ragged]":
         """Joins the samples of several rollout phases; groups of different phases stay separate.
 
-        `once`: Host.once, to keep one copy of the columns per host.
+        `once`: the method `once` of a Host, to keep one copy of the joined columns per host.
         """
         if len(parts) == 1:
             return parts[0]
@@ -424,7 +426,9 @@ class Samples(Generic[Column]):
 
 
 class RowsOfRollouts(NamedTuple):
-    """RowsOfRollouts assigns rows to rollouts; rows of the same rollout are adjacent."""
+    """RowsOfRollouts assigns the B rows of a batch to its R rollouts; rows of the same rollout are
+    adjacent.
+    """
 
     first: Tensor  # [R] int64: the first row of each rollout
     of_row: Tensor  # [B] int64: the rollout of each row, numbered from 0
@@ -454,8 +458,8 @@ def _numbered_on(parts: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _joined_routes(parts: "Sequence[Rows[Ragged]] | Sequence[Experience[Ragged]]") -> Ragged | None:
-    """Returns the joined routes of all parts, with `unknown` for a part without routes; None if no
-    part has routes.
+    """Returns the joined expert routes of all parts; tokens of a part without routes get the value
+    `expert_routes.unknown`. Returns None if no part has routes.
     """
     known = [part.routes for part in parts if part.routes is not None]
     if not known:
@@ -470,7 +474,9 @@ def _joined_routes(parts: "Sequence[Rows[Ragged]] | Sequence[Experience[Ragged]]
 
 
 class Shares(NamedTuple):
-    """Weights of rows in a loss that averages over rollouts; None: each row is a rollout."""
+    """Weights of a batch's rows in a loss that averages over rollouts, so that a rollout of several
+    rows counts once; None: each row is a rollout.
+    """
 
     share: Tensor | None = None  # [B] float32, see Experience
     leads: Tensor | None = None  # [B] bool, see Experience
@@ -561,8 +567,8 @@ class Experience(Generic[Column]):
     def join(parts: "Iterable[Experience[Ragged]]") -> "Experience[Ragged]":
         """Joins the rows of all parts, in their order.
 
-        A field that is None in one part is None in the result, except for routes: parts without
-        routes get `unknown` ones.
+        A field that is None in one part is None in the result, except for expert routes: tokens of
+        parts without routes get the value `expert_routes.unknown`.
         """
         parts = list(parts)
 
@@ -663,7 +669,9 @@ class TokenStats(Generic[Column]):
 
 @dataclass(frozen=True, slots=True)
 class TokenValues(Generic[Column]):
-    """TokenValues holds a value model's value of each state in which a target is chosen."""
+    """TokenValues holds, for each target, the value that a value model gives the state in which the
+    target is chosen, i.e. the tokens before the target.
+    """
 
     value: Column
 

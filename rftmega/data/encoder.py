@@ -22,7 +22,8 @@ class Encoder:
     """Encodes prompts and responses of records under the length limits of a run.
 
     The methods raise DataError for invalid values and TooLong for values over a length limit.
-    `report` collects the message parts that the chat template does not render.
+    `placeholders`: control tokens for media that prompts may contain; `tools`: function specs of
+    the record; `report` collects the message parts that the chat template does not render.
     """
 
     tokenizer: Tokenizer
@@ -34,8 +35,8 @@ class Encoder:
     tools: tuple[dict[str, Any], ...] = ()  # of the record
 
     def for_record(self, record: Record) -> "Encoder":
-        """Returns an encoder that passes the record's own function specs, if it has any, to the
-        chat template.
+        """Returns an encoder for one record, which passes the record's own function specs, if it
+        has any, to the chat template.
         """
         key = self.config.tools_key
         tools = tool_specs(value_at(record, key), key)
@@ -126,8 +127,8 @@ class Encoder:
         return given
 
     def _report_completion(self, prompt: Messages, completion: str | dict[str, Any]) -> None:
-        """Adds the unrendered parts of a response to the report. Raises DataError if the chat
-        template renders no part of the response.
+        """Adds the parts of a response that the chat template does not render to the report. Raises
+        DataError if the chat template renders no part of the response.
         """
         whole = answered(prompt, completion)
         missing = self.tokenizer.template.unrendered.of(whole, open_=False)

@@ -36,10 +36,10 @@ def load_examples(
     most: int | None = None,
 ) -> Examples[T]:
     """Returns the examples that `parse`(record, number of examples so far) makes of the records in
-    `source`.
+    `source`, a data file or folder.
 
     `noun`: plural name of the examples, for messages; `most`: maximum number of records to read,
-    None: all. The location of each example (see `records`) is appended to `places`. Logs the
+    None: all. The location of each example (such as "file:line") is appended to `places`. Logs the
     unrendered message parts that `parse` adds to `report`.
 
     Raises DataError that lists all invalid records and all records for which `parse` raised

@@ -30,16 +30,16 @@ class Fetched:
     """
 
     def __init__(self, folder: Path, hosts: Collection[str]):
-        """`hosts`: names of the hosts from which files may be downloaded; redirects to other hosts
-        are refused.
+        """`folder`: files are stored in its subfolder FOLDER. `hosts`: names of the hosts from
+        which files may be downloaded; redirects to other hosts are refused.
         """
         self.folder, self.hosts = folder / FOLDER, frozenset(hosts)
         self._failed: dict[str, DataError] = {}
         self._opener = urllib.request.build_opener(_SameHosts(self))
 
     def ahead(self, addresses: Iterable[str]) -> None:
-        """Downloads all URLs, up to THREADS at a time. Stores the errors of failed downloads for
-        `file` to raise.
+        """Downloads the files of all URLs, up to THREADS at a time. If a download fails, `file`
+        raises its error later.
         """
         distinct = list(dict.fromkeys(addresses))
         with ThreadPoolExecutor(THREADS) as pool:
@@ -75,7 +75,7 @@ class Fetched:
         return target
 
     def check(self, address: str) -> None:
-        """Raises DataError unless a URL is an http or https URL of an allowed host."""
+        """Raises DataError unless `address` is an http or https URL of an allowed host."""
         try:
             parts = urllib.parse.urlsplit(address)
             host = parts.hostname
@@ -95,8 +95,9 @@ class Fetched:
             self._failed[address] = error
 
     def _is_mine(self, claim: Path) -> bool:
-        """Returns whether this process must download a file: True if it was the first to create
-        `claim`. Removes a claim that its process has abandoned, so that a later call can succeed.
+        """Returns whether this process must download a file: True if it created the file `claim`,
+        False if another process did so first. Removes a claim that its process has abandoned, so
+        that a later call can return True.
         """
         try:
             os.close(os.open(claim, os.O_CREAT | os.O_EXCL | os.O_WRONLY))

@@ -7,9 +7,9 @@ from rftmega.core.types import Prompt
 
 
 def check_patches(prompts: Sequence[Prompt], places: Sequence[str], most: int) -> None:
-    """Raises DataError if the images, videos and waveforms of a prompt together have more than
+    """Raises DataError if the images, videos and waveforms of one prompt together have more than
     `most` patches, the limit of a micro-batch (0: unlimited). `places`: location of each prompt in
-    its file.
+    its file, for the error message.
     """
     own = [sum(image.patches for image in prompt.images) for prompt in prompts]
     larger = [

@@ -32,7 +32,7 @@ class Pieces:
         return found
 
     def _piece(self, token: int) -> str:
-        """Returns the text of a token; decodes the token twice in a row and removes the text of the
+        """Returns the text of a token: decodes the token twice in a row and removes the text of the
         first, since some decoders drop the space before a first token.
         """
         if token not in self.known:

@@ -31,8 +31,8 @@ SPOKEN = re.compile(r"\n\n(Human|Assistant):")  # before each turn of HH-RLHF
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """A chosen and a rejected response; their prompts differ only if the record's conversations
-    do.
+    """Pair is a chosen and a rejected response, each with its prompt. The prompts are equal unless
+    the record has two conversations that differ.
     """
 
     chosen: Example
@@ -65,7 +65,8 @@ def load_preferences(
 
 def pair_rows(pairs: Sequence[Pair]) -> Rows:
     """Returns the pairs as rows: row 2i is the chosen and row 2i + 1 the rejected response of pair
-    i. Each row has a position for the score after its last token (see `Rows.with_end`).
+    i. Each row ends with one more position, for the score of the whole response (see
+    `Rows.with_end`).
     """
     return rows_of(
         [example for pair in pairs for example in (pair.chosen, pair.rejected)]
@@ -104,7 +105,8 @@ def _example(encoder: Encoder, record: Record, key: str, option: str) -> Example
 
 def _conversation(encoder: Encoder, value: Any, key: str, *, alone: bool) -> Messages | None:
     """Returns the messages of `value` if it is a whole conversation; None if it is a single
-    response. `alone`: the record has no separate prompt.
+    response. `key`: the record's key of `value`, for error messages; `alone`: the record has no
+    separate prompt.
 
     Raises DataError for a conversation that does not end with an assistant message, and for a
     single response in a record without a prompt.
@@ -139,8 +141,9 @@ def spoken(text: str) -> Messages | None:
 
 
 def _check_prompt(given: Any, context: Messages, prompt_key: str, key: str) -> None:
-    """Raises DataError unless the prompt `given` is the beginning of the conversation under `key`,
-    by its user messages. `context`: messages of the conversation before the response.
+    """Raises DataError unless the conversation begins with the user messages of the prompt `given`.
+    `context`: messages of the conversation before the response; `prompt_key`, `key`: the record's
+    keys of prompt and conversation, for the error message.
     """
     said = [message["content"] for message in context if message["role"] == "user"]
     wanted = given if isinstance(given, list) else [{"role": "user", "content": given}]

@@ -76,8 +76,9 @@ class ImageReader:
         tokenizer: Tokenizer | None = None,
     ):
         """`processor`: None for a model without a vision encoder. `source`: the data file; paths of
-        images are relative to its folder unless data.media_folder is set. `tokenizer` encodes the
-        timestamps between the frames of a video.
+        images are relative to its folder unless data.media_folder is set. `most`: maximum numbers
+        of images and videos per prompt. `tokenizer` encodes the timestamps between the frames of a
+        video.
         """
         self.processor, self.config, self.most = processor, config, most
         self.tokenizer = tokenizer
@@ -117,8 +118,9 @@ class ImageReader:
         self.fetched.ahead(addresses(records, keys))
 
     def marked(self, text: Any) -> Any:
-        """Returns a prompt in which each mark (<image> or <video>) is replaced by the model's
-        placeholder in a string, or by a separate message part in chat messages.
+        """Returns the prompt `text` (a string or chat messages) with each mark, <image> or <video>,
+        replaced by the model's placeholder in a string, or by a separate message part in chat
+        messages.
 
         <video>, which is also an HTML tag, is replaced only if prompts may have videos.
         """
@@ -139,8 +141,9 @@ class ImageReader:
     def placed(
         self, ids: Sequence[int], sources: Sources
     ) -> tuple[tuple[int, ...], tuple[PlacedImage, ...]]:
-        """Returns `ids` with one placeholder token for each feature of images and videos, and the
-        images and videos with their positions in these token ids.
+        """Replaces each placeholder token in a prompt's `ids` by one placeholder per feature of its
+        image or video. Returns the new token ids, and the images and videos with their positions in
+        them.
         """
         if self.processor is None:
             return tuple(ids), ()
@@ -240,11 +243,12 @@ def check_images(
     ranks: int,
     audio_processor: AudioProcessor | None = None,
 ) -> None:
-    """Decodes this process's share of all distinct images, videos and waveforms once, to find
-    broken files before the run starts.
+    """Decodes this process's share of all distinct images, videos and waveforms of the prompts
+    once, to find broken files before the run starts.
 
-    `places`: location of each prompt in its file. `audio_processor`: None unless the model is an
-    audio-language model. Raises DataError that lists the broken files.
+    `places`: location of each prompt in its file. `rank`, `ranks`: index and number of the
+    processes that share this work. `audio_processor`: None unless the model is an audio-language
+    model. Raises DataError that lists the broken files.
     """
     distinct: dict[str, tuple[str, Placed]] = {}
     for prompt, place in zip(prompts, places, strict=True):
@@ -261,8 +265,8 @@ def check_images(
 
 
 def expanded_within(ids: Sequence[int], limit: int, images: int) -> None:
-    """Raises TooLong if a prompt with all placeholders of its `images` media has more than `limit`
-    tokens.
+    """Raises TooLong if a prompt has more than `limit` tokens. `ids`: its token ids, with one
+    placeholder for each feature of its media; `images`: number of its media, for the error message.
     """
     if len(ids) > limit:
         raise TooLong(

@@ -20,8 +20,9 @@ def order_of(
     seed: int,
     collate: Callable[[list[T]], Any] = list,
 ) -> "PromptOrder[T]":
-    """Returns the order in which a run uses the examples of data.train or data.sources. `load`
-    returns the examples of one file; `collate` combines `batch_size` examples into a batch.
+    """Returns the stream of batches that a run trains on: the examples of data.train, or of all
+    data.sources mixed by weight, shuffled with `seed`. `load` returns the examples of one file;
+    `collate` combines `batch_size` examples into a batch.
     """
     if not data.sources:
         return PromptOrder(load(data.train), batch_size=batch_size, seed=seed, collate=collate)
@@ -69,8 +70,8 @@ class PromptOrder(Generic[T]):
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Returns the number of examples of each source by the source's name, which is "" if there
-        is only one source.
+        """Returns source name -> number of its examples. The name is "" if there is only one
+        source.
         """
         return {
             name: len(source.items) for name, source in zip(self._names, self._sources, strict=True)
@@ -83,16 +84,17 @@ class PromptOrder(Generic[T]):
             yield self.collate(batch)
 
     def state(self) -> dict[str, Any]:
-        """Returns the state for a resume: the position, and which examples of each source the
-        current epoch has used. JSON-serializable except for tensors.
+        """Returns the state from which `load_state` resumes: the position in the stream, and which
+        examples of each source its current epoch has used. JSON-serializable except for tensors.
         """
         counts = zip(self._names, self._sources, self._taken(), strict=True)
         given = {name: source.state(taken) for name, source, taken in counts}
         return {"position": self.position, "sources": given}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Resumes from a state of `state`. If data, seed or weights have changed, each source still
-        continues with the examples that its current epoch has not used yet.
+        """Resumes from `state`, a value that the method `state` returned. If data, seed or weights
+        have changed, each source still continues with the examples that its current epoch has not
+        used yet.
         """
         self.position = state["position"]
         if "sources" not in state:  # of an earlier version: the data must be the same
@@ -108,14 +110,16 @@ class PromptOrder(Generic[T]):
             self._beyond[number] = (known[name]["taken"] if name in known else 0) - due[number]
 
     def at(self, position: int) -> T:
-        """Returns the example at `position` of the stream."""
+        """Returns the example at `position` of the stream, counted from 0 over all epochs."""
         number, place = divmod(position, len(self._cycle))
         source = self._cycle[place]
         taken = number * self._shares[source] + self._before[place]
         return self._sources[source].at(taken + self._beyond[source])
 
     def _taken(self) -> list[int]:
-        """Returns for each source how many of its examples were used."""
+        """Returns, for each source, the number of its examples among those used so far, over all
+        epochs.
+        """
         number, place = divmod(self.position, len(self._cycle))
         begun = Counter(self._cycle[:place])
         return [
@@ -125,9 +129,10 @@ class PromptOrder(Generic[T]):
 
 
 class MixedOrder(PromptOrder[T]):
-    """MixedOrder interleaves several sources, each with its own epochs. Of the first n examples, a
-    source with the share w gives more than n w - 1 and less than n w + 1, for every n, and exactly
-    its share after each whole cycle (see `cycle`).
+    """MixedOrder is a PromptOrder that interleaves several sources, each with its own epochs. A
+    source's share w is its part of the sum of the weights: of the first n examples, the source
+    gives more than n w - 1 and less than n w + 1, for every n, and exactly its share after each
+    whole cycle (see `cycle`).
     """
 
     def __init__(
@@ -140,8 +145,8 @@ class MixedOrder(PromptOrder[T]):
         collate: Callable[[list[T]], Any] = list,
         names: Sequence[str] | None = None,
     ):
-        """`weights`: one positive number per source; their sum need not be 1. A resume identifies
-        the sources by `names`; None: by their indices.
+        """`weights`: one positive number per source; their sum need not be 1. `names`: of the
+        sources; a resume finds a source's state by its name. None: the sources' indices.
         """
         self.batch_size, self.collate = batch_size, collate
         self.position = 0
@@ -150,9 +155,8 @@ class MixedOrder(PromptOrder[T]):
 
 
 def cycle(shares: Sequence[int]) -> list[int]:
-    """Returns the index of the source at each of sum(shares) positions.
-
-    Source s occurs shares[s] times, evenly spaced.
+    """Returns an order of sum(shares) examples of several sources, as the index of the source at
+    each position. Source s occurs shares[s] times, evenly spaced.
 
     Item j of a source with share a of A must stand at or after place floor(j A / a) and before
     ceil((j + 1) A / a), or its count would leave n a / A by one or more at some prefix n. Such an
@@ -171,9 +175,9 @@ def cycle(shares: Sequence[int]) -> list[int]:
 
 
 class ResumableSampler:
-    """ResumableSampler is a sampler for torch's DataLoader that yields the indices of a dataset
-    epoch by epoch. Each `iter` is one epoch; the first continues the epoch in which the earlier
-    loader stopped.
+    """ResumableSampler is a sampler for torch's DataLoader that yields the indices of a dataset.
+    Each call of `iter` is one epoch; the first call yields the remaining indices of the epoch in
+    which an earlier run stopped.
     """
 
     def __init__(
@@ -185,8 +189,9 @@ class ResumableSampler:
         consumed: int = 0,
         per_epoch: int | None = None,
     ):
-        """`consumed`: samples used before, over all epochs. `per_epoch`: samples that a loader uses
-        per epoch, less than `size` if it drops a last, smaller batch; None: `size`.
+        """`size`: number of samples of the dataset. `consumed`: number of samples that earlier runs
+        have used, over all epochs. `per_epoch`: samples that a loader uses per epoch, less than
+        `size` if it drops a last, smaller batch; None: `size`.
         """
         self.size, self.shuffle = size, shuffle
         self._epochs = Epochs(range(size), seed)

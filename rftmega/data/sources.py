@@ -24,8 +24,8 @@ def folder_of(source: str | Path, config: DataConfig) -> Path:
 
 
 def path_in(folder: Path, value: str, noun: str, fetched: Fetched) -> str:
-    """Returns the absolute path of a file in `folder`, or of the downloaded file of a URL. `noun`:
-    type of the file, for error messages.
+    """Returns the absolute path of the file `value` in `folder`, or, if `value` is a URL, of the
+    file that `fetched` downloads. `noun`: type of the file, for error messages.
 
     Raises DataError for a URL that is not allowed, and for a path outside the folder.
     """
@@ -43,8 +43,8 @@ def path_in(folder: Path, value: str, noun: str, fetched: Fetched) -> str:
 
 
 def decoded(text: str, kind: str, example: str) -> bytes:
-    """Returns the bytes of a base64 data URL data:`kind`/...;base64,... `kind`: "image" or another
-    media type; `example`: noun for such a file, for error messages.
+    """Returns the bytes of `text`, a base64 data URL data:`kind`/...;base64,... `kind`: "image" or
+    another media type; `example`: noun for such a file, for error messages.
 
     Raises DataError for any other text.
     """
@@ -64,8 +64,8 @@ def addresses(records: Iterable[Record], keys: Sequence[str]) -> list[str]:
 
 
 def without_contents(record: Record, config: DataConfig) -> Record:
-    """Returns a record in which images and waveforms that are given by content are replaced by "";
-    paths stay.
+    """Returns a copy of a record without media contents: images and waveforms that are given as
+    bytes or base64 are replaced by ""; paths stay.
     """
     for key in (config.images_key, config.audio_key):
         if value_at(record, key) is None:

@@ -28,8 +28,8 @@ def prompts_of(
     ranks: int = 1,
     most: int | None = None,
 ) -> tuple[PromptOrder[Prompt], dict[str, list[Prompt]]]:
-    """Returns the order of the training prompts, and the prompts of each evaluation set by its
-    name.
+    """Returns the stream of training prompts in their order, and a dictionary from the name of each
+    evaluation set to its prompts.
 
     `check` validates the prompts of a file and raises DataError, to which the file name is added.
     Each of the `ranks` processes that load the same files decodes its share of the images and
@@ -70,8 +70,9 @@ def prompts_of(
 def given_of(
     config: RunConfig, tokenizer: Tokenizer, most: int | None = None
 ) -> tuple[PromptOrder[Any], dict[str, Rows]]:
-    """Returns the order of the training data and the rows of each evaluation set by its name, for
-    supervised fine-tuning (algorithm.task=sft) or reward models (task=reward_model).
+    """Returns the stream of training batches in their order, and a dictionary from the name of each
+    evaluation set to its rows, for supervised fine-tuning (algorithm.task=sft) or reward models
+    (task=reward_model).
 
     `most`: maximum number of records to read per file, None: all.
     """
@@ -92,9 +93,9 @@ def given_of(
 def ptx_of(
     config: RunConfig, tokenizer: Tokenizer, most: int | None = None
 ) -> PromptOrder[Example] | None:
-    """Returns the order of the supervised examples in data.ptx, which are trained together with the
-    rewarded completions; None if data.ptx is empty. `most`: maximum number of records to read,
-    None: all.
+    """Returns the stream of batches from data.ptx, supervised examples that a run trains on
+    together with the rewarded completions; None if data.ptx is empty. `most`: maximum number of
+    records to read, None: all.
     """
     if not config.data.ptx:
         return None

@@ -28,8 +28,9 @@ from rftmega.data.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """A prompt and a response that ends in its end-of-sequence token. The response may consist of
-    several assistant turns with the messages between them.
+    """Example holds the token ids of a prompt and of a response that ends in its end-of-sequence
+    token. The response may consist of several assistant turns; `between`: the index ranges of the
+    messages between these turns, which are not trained on.
     """
 
     prompt_ids: tuple[int, ...]
@@ -46,8 +47,8 @@ def load_supervised(
     max_response_tokens: int,
     most: int | None = None,
 ) -> list[Example]:
-    """Returns one Example per record of `source`. With data.trained_turns=all, a record gives a
-    further Example wherever the chat template rewrites the text before a turn.
+    """Returns one Example per record of `source`. With data.trained_turns=all, a conversation gives
+    several Examples if the chat template rewrites the text before a turn.
 
     `most`: maximum number of records to read, None: all. Raises DataError as `load_prompts` does.
     """
@@ -106,9 +107,9 @@ def _parse(encoder: Encoder, record: Record, index: int) -> list[Example]:
 
 
 def _turns(encoder: Encoder, prompt: Messages, completion: Any, key: str) -> list[Example]:
-    """Returns all assistant turns of a conversation as examples. Turns share one Example as long as
-    the chat template only appends text; a turn before which the template rewrites text (drops
-    reasoning) begins a new Example.
+    """Returns all assistant turns of a conversation, `prompt` followed by the response
+    `completion`, as examples. Turns share one Example as long as the chat template only appends
+    text; a turn before which the template rewrites text (drops reasoning) begins a new Example.
     """
     rows: list[Example] = []
     asked = [
@@ -126,8 +127,8 @@ def _turns(encoder: Encoder, prompt: Messages, completion: Any, key: str) -> lis
 
 
 def _joined(row: Example, turn: Example) -> Example | None:
-    """Returns the Example `row` extended by the turn `turn`; None if the turn's prompt does not
-    begin with the tokens of `row`.
+    """Returns the Example `row` extended by `turn`, a later assistant turn of the same
+    conversation; None if the prompt of `turn` does not begin with the tokens of `row`.
     """
     ids = row.prompt_ids + row.response_ids
     if turn.prompt_ids[: len(ids)] != ids:

@@ -37,8 +37,9 @@ class Tokenizer:
         chat: Chat | None = None,
         control_tokens: str = "reject",
     ):
-        """Python files in the folder are executed only with `trust_remote_code`. `control_tokens`:
-        how control-token names in prompts and responses are treated, as in data.control_tokens.
+        """Loads the tokenizer of `folder`; executes Python files in it only with
+        `trust_remote_code`. `chat`: options of the chat template. `control_tokens`: how
+        control-token names in prompts and responses are treated, as in data.control_tokens.
 
         Raises CheckpointError if the folder holds no tokenizer, one that needs Python files, or one
         without an end-of-sequence token.
@@ -105,16 +106,17 @@ class Tokenizer:
         return self.encode_reply(self.control.hidden(text, words=True))
 
     def encode_reply(self, text: str) -> tuple[int, ...]:
-        """Returns the token ids of text within a conversation: adds no special token before the
-        text, and encodes special-token names in the text as control tokens.
+        """Returns the token ids of rendered text within a conversation: adds no special token
+        before the text, and encodes names of special tokens in the text as these tokens.
 
         Raises DataError for an id outside the model's vocabulary.
         """
         return self._known(self.control.encode(text))
 
     def recorded(self, messages: Messages) -> Messages:
-        """Returns the messages of an encoded record, with control-token names hidden as they were
-        for the encoding.
+        """Returns a record's messages as they were encoded: with data.control_tokens=text,
+        control-token names in them are replaced by stand-ins (see ControlTokens.hidden), otherwise
+        they are unchanged.
         """
         if self._control_tokens != "text":
             return messages
@@ -136,7 +138,7 @@ class Tokenizer:
 
     @property
     def chat(self) -> Chat:
-        """Returns the options by which messages are rendered."""
+        """Returns the run's options of the chat template, such as the system message."""
         return self._chat
 
     @property
@@ -209,8 +211,9 @@ class Tokenizer:
     def _given(
         self, value: Any, placeholders: Collection[str] = (), *, counted: bool = True
     ) -> Any:
-        """Returns text or messages of a record, with control-token names treated as
-        data.control_tokens says. `counted`: whether the names are added to the count `named`.
+        """Returns `value`, text or messages of a record, with control-token names treated as
+        data.control_tokens says. `placeholders`: names that are permitted. `counted`: whether the
+        names found are added to the counter `named`.
 
         Raises DataError if data.control_tokens rejects the names.
         """
@@ -249,8 +252,8 @@ class Tokenizer:
         return tuple(ids)
 
     def _stranger(self, ids: Sequence[int]) -> str | None:
-        """Returns a sentence about the first of `ids` that is outside the model's vocabulary; None
-        if all ids are in the vocabulary.
+        """Returns an error message about the first of `ids` that is outside the model's vocabulary;
+        None if all ids are in the vocabulary.
         """
         assert self._vocabulary is not None
         for number in ids:
@@ -264,8 +267,8 @@ class Tokenizer:
     def _behind(self, before: str, after: str, *, special: bool) -> list[int]:
         """Returns the token ids of `after` as a continuation of `before`: encodes both together and
         removes the ids of `before`, since some tokenizers add a space to a text encoded alone.
-        Encodes `after` alone if the ids of the whole do not begin with those of `before`.
-        `special`: whether special tokens are added before the text.
+        Encodes `after` alone if the ids of both together do not begin with those of `before`.
+        `special`: whether special tokens such as BOS are added at the start.
         """
         prompt, whole = (
             self.control.encode(text, add_special_tokens=special)
@@ -316,8 +319,8 @@ def _loaded(folder: Path, trust_remote_code: bool) -> Any:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """Returns the fields of a JSON file that transformers will read; empty if the file does not
-    exist.
+    """Returns the content of one of the folder's JSON files, which transformers will read as well;
+    empty if the file does not exist.
 
     Raises CheckpointError if transformers could not read the file.
     """

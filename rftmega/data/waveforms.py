@@ -56,8 +56,8 @@ class WaveformReader:
         self.fetched.ahead(addresses(records, (self.config.audio_key,)))
 
     def marked(self, text: Any) -> Any:
-        """Returns a prompt in which each MARK is replaced by the model's placeholder in a string,
-        or by a separate message part in chat messages.
+        """Returns the prompt `text` (a string or chat messages) with each MARK replaced by the
+        model's placeholder in a string, or by a separate message part in chat messages.
         """
         if isinstance(text, str):
             return text.replace(MARK, self.processor.text)
@@ -68,8 +68,9 @@ class WaveformReader:
     def placed(
         self, ids: Sequence[int], sources: Sequence[str | bytes]
     ) -> tuple[tuple[int, ...], tuple[PlacedWaveform, ...]]:
-        """Returns `ids` with one placeholder token for each feature of the waveforms, and the
-        waveforms with their positions in these token ids.
+        """Replaces each placeholder token in a prompt's `ids` by one placeholder per feature of its
+        waveform. Returns the new token ids, and the waveforms with their positions in them.
+        `sources`: path or bytes of each waveform.
         """
         placeholder = self.processor.placeholder
         found = list(ids).count(placeholder)

@@ -23,8 +23,8 @@ def specs_of(options: EnvironmentPart) -> list[dict[str, Any]]:
 
 
 def check(environment: Environment, prompts: Sequence[Prompt]) -> None:
-    """Raises DataError if the first prompt is not a valid task of the environment. Checks nothing
-    if the environment has no method `check`.
+    """Raises DataError if the first of `prompts` is not a valid task of the environment. Checks
+    nothing if the environment has no method `check`.
     """
     own = getattr(environment, "check", None)
     if own is not None and prompts:

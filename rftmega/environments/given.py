@@ -9,8 +9,8 @@ from rftmega.core.interfaces import Environment
 
 @implements(GivenEnvironment)
 def given_environment(options: GivenEnvironment, tokenizer: Any) -> Environment:
-    """Returns the environment that was passed to rftmega.train; a class is instantiated with the
-    tokenizer.
+    """Returns the environment that the user passed to rftmega.train: an object as it is, a class
+    instantiated with the tokenizer.
     """
     given = environment_given(options.name)
     environment: Environment = given(tokenizer) if isinstance(given, type) else given

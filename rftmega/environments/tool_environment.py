@@ -71,8 +71,8 @@ class ToolsEnvironment:
         return self._limited(Rollout(tuple(trajectories), rewards=rewards, measures=measures), over)
 
     def _begun(self, task: Prompt, specs: Specs) -> Conversation:
-        """Returns the conversation of a task at its beginning. Raises DataError for a task that
-        `check` rejects.
+        """Returns the conversation of a task before the first completion. `specs`: the function
+        specs of the tools. Raises DataError for a task that `check` rejects.
         """
         known = task.record, task.token_ids
         checked, self._known = known == self._known, None
@@ -85,8 +85,8 @@ class ToolsEnvironment:
         await self.tools.close()
 
     async def _converse(self, conversation: Conversation, runner: ToolRunner, model: Model) -> str:
-        """Runs the turns of a rollout. Returns the entry of LIMITS (the limit) that ended the
-        rollout; "" if the model ended it.
+        """Runs all turns of a rollout: completions, tool calls and replies. Returns the limit (an
+        entry of LIMITS) that ended the rollout; "" if the model ended it.
         """
         said = 0  # completion tokens so far
         while True:
@@ -116,7 +116,9 @@ class ToolsEnvironment:
 
     def _most_tokens(self, said: int) -> int | None:
         """Returns the maximum number of tokens of the next completion; None if only the context
-        length limits it. `said`: number of tokens in the completions so far.
+        length limits it.
+
+        `said`: number of tokens in the rollout's completions so far.
         """
         bounds = [bound for bound in (self.options.max_turn_tokens,) if bound]
         if self.options.max_tokens:
@@ -124,8 +126,10 @@ class ToolsEnvironment:
         return min(bounds) if bounds else None
 
     def _limited(self, rollout: Rollout, over: str) -> Rollout:
-        """Returns a rollout treated as the option over_limit says. `over`: the limit that the
-        rollout exceeded, "" for none.
+        """Applies the option over_limit to a rollout that exceeded the limit `over`: returns the
+        rollout unchanged, with reward 0, or marked as lost.
+
+        `over` is "" if no limit was exceeded; the rollout is then returned unchanged.
         """
         if not over or self.options.over_limit == "learn":
             return rollout
@@ -135,10 +139,11 @@ class ToolsEnvironment:
 
 
 def _say(conversation: Conversation, replies: list[dict[str, Any]], reply: Reply) -> None:
-    """Adds the tools' replies to the conversation. If a call could not be parsed and the chat
-    template accepts tool messages only after a valid call, adds the replies as user messages.
+    """Adds the tools' replies to the conversation, as messages.
 
-    Raises DataError if the template accepts neither.
+    If a call in the completion `reply` could not be parsed and the chat template accepts tool
+    messages only after a valid call, adds the replies as user messages. Raises DataError if the
+    template accepts neither.
     """
     try:
         conversation.reply(replies)
@@ -149,8 +154,8 @@ def _say(conversation: Conversation, replies: list[dict[str, Any]], reply: Reply
 
 
 async def _called(runner: ToolRunner, call: ToolCall, reply: Reply) -> dict[str, Any]:
-    """Runs a call and returns a tool message with the reply, or with the problem of the completion
-    `reply` if the call could not be parsed.
+    """Runs one tool call of the completion `reply`. Returns a tool message with the tool's reply,
+    or with the parser's error message if the call could not be parsed.
     """
     message = {"role": "tool", "name": call.name, "tool_call_id": call.id}
     if call.arguments is None:

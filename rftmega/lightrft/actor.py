@@ -79,7 +79,9 @@ class PolicyActor(Generic[Processor]):
         attention_mask: Tensor | None,
         packed_seq_lens: Sequence[int] | Tensor | None,
     ) -> Rows:
-        """Returns the arguments of `forward` as Rows."""
+        """Returns the sequences that `forward` gets as Rows, token sequences that start at column
+        0; the arguments are those of `forward`.
+        """
         if num_actions is None:
             raise ValueError(
                 "num_actions=None asks for logits, which stay where they are computed. Give the number of the response's columns."

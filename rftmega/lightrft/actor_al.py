@@ -38,13 +38,14 @@ class ActorAL(PolicyActor[AudioProcessor]):
         """Returns the log-probs of the responses, [B, A], 0 after the end of a response; if packed,
         [1, number of all response tokens].
 
-        `num_actions`: A, the number of columns of the responses; if packed, the length of each
-        response. `audio_values` [I, M, T] are the frames of the rows' waveforms, row by row;
-        `feature_attention_mask` [I, T] marks the frames that contain sound. Prompts must have a
-        placeholder for each feature. Every process calls the method with the whole batch. It
-        computes no gradient (`step` trains). With `return_output` it returns (log-probs, TokenStats
-        of all targets); `return_aligned_inputs` appends the sequences and their mask, unchanged.
-        Raises ValueError for images and videos, and if rows and waveforms don't match.
+        `sequences` [B, S]: left-padded prompts and right-padded responses. `num_actions`: A, the
+        number of columns of the responses; if packed, the length of each response. `audio_values`
+        [I, M, T] are the frames of the rows' waveforms, row by row; `feature_attention_mask` [I, T]
+        marks the frames that contain sound. Prompts must have a placeholder for each feature. Every
+        process calls the method with the whole batch. It computes no gradient (`step` trains). With
+        `return_output` it returns (log-probs, TokenStats of all targets); `return_aligned_inputs`
+        appends the sequences and their mask, unchanged. Raises ValueError for images and videos,
+        and if rows and waveforms don't match.
         """
         seen = (pixel_values, image_grid_thw, pixel_values_videos, video_grid_thw)
         if any(each is not None for each in seen):
@@ -111,8 +112,10 @@ def with_frames(
 def _placed(
     ids: list[int], left: deque[GivenWaveform], processor: AudioProcessor, row: int
 ) -> list[PlacedWaveform]:
-    """Returns the waveforms of the prompt `ids`: assigns the next of the waveforms `left` to its
-    placeholders. `row`: the prompt's row, for error messages.
+    """Returns the waveforms of a prompt with token ids `ids`, each with its position: takes the
+    next waveforms from `left` for the prompt's placeholders.
+
+    `row`: the prompt's row, for error messages.
     """
     placed: list[PlacedWaveform] = []
     at = 0

@@ -77,7 +77,9 @@ class Patches:
 
     @staticmethod
     def held_by(given: Any) -> "Patches":
-        """Returns the patches in the attributes of `given`, an object with the same attributes."""
+        """Returns the patches that are attributes of `given`, an object such as Samples whose
+        attributes have the names of Patches' fields.
+        """
         return Patches(**{name: getattr(given, name) for name in PATCHES})
 
     def __bool__(self) -> bool:
@@ -233,8 +235,11 @@ class ImageInputs:
         images: Sequence[GivenImage],
         videos: Sequence[GivenImage] = (),
     ) -> tuple[tuple[int, ...], tuple[PlacedImage, ...]]:
-        """Returns (token ids, media) as `prompt` does. `ids` have either one placeholder for each
-        image or video, or already all tokens that represent the image or video.
+        """Returns (token ids, media) as `prompt` does, from token ids `ids` and media that are
+        already read.
+
+        `ids` have either one placeholder for each image or video, or already all tokens that
+        represent the image or video. Raises DataError if placeholders and media don't match.
         """
         ids = list(ids)
         left = {
@@ -326,8 +331,9 @@ class ImageInputs:
         return own
 
     def _film_of_row(self, film: GivenImage, ids: list[int], at: int) -> PlacedImage:
-        """Returns a video with its position in the row `ids`, after token `at`. The row has one run
-        of placeholders for the video, or one run per timestamp.
+        """Returns the video `film` with its position in the token ids `ids` of a row's prompt, at
+        or after token `at`. The row has one run of placeholders for the video, or one run per
+        timestamp.
 
         Raises ValueError if the placeholders are split into other runs.
         """
@@ -379,9 +385,9 @@ def _is_expanded(ids: list[int], placeholder: int, given: Sequence[GivenImage], 
 def _joined(
     held: Sequence[PlacedImage], processor: ImageProcessor | None
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Returns (patches, grids) of images: the concatenated patches [P, C] and the grids [I, 3]. The
-    patches are None if some images are files and `processor` is None; both are None if there are no
-    images.
+    """Returns (patches, grids) of the images (or videos) `held`: the concatenated patches [P, C]
+    and the grids [I, 3]. The patches are None if some images are files and `processor` is None;
+    both are None if there are no images.
     """
     if not held:
         return None, None

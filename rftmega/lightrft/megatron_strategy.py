@@ -30,8 +30,8 @@ class LightRFTStrategy(StrategyBase):
     """LightRFTStrategy delegates each call to the ReinforcementStrategy that it wraps."""
 
     def __init__(self, strategy: ReinforcementStrategy):
-        """Raises ConfigError for options whose data LightRFT's Experience can't hold, such as
-        rollout.router_replay.
+        """Wraps `strategy`. Raises ConfigError for options whose data LightRFT's Experience can't
+        hold, such as rollout.router_replay.
         """
         config = strategy.config
         if (replay := config.rollout.router_replay) != "none":
@@ -209,11 +209,13 @@ class LightRFTStrategy(StrategyBase):
         client_state: dict[str, Any] | None = None,
         save_latest: bool = True,
     ) -> None:
-        """Saves the weights, optimizer and learning-rate schedule of the policy or the critic, and
-        `client_state`, as the training checkpoint `save_dir`/`tag`. Keeps at most `max_num`
-        checkpoints of at most `max_mem` MB in total. Every process calls the method; it returns
-        when the checkpoint is on disk. Raises CheckpointError if the folder can't be written,
-        TypeError if `client_state` is not JSON-serializable.
+        """Saves the weights, optimizer and learning-rate schedule of the policy or the critic
+        (`model`), and `client_state`, as the training checkpoint `save_dir`/`tag`.
+
+        Keeps at most `max_num` checkpoints of at most `max_mem` MB in total. `save_latest`: marks
+        the checkpoint as the one that `load_ckpt` finds without a tag. Every process calls the
+        method; it returns when the checkpoint is on disk. Raises CheckpointError if the folder
+        can't be written, TypeError if `client_state` is not JSON-serializable.
         """
         # as it will be loaded: JSON's keys are strings
         state = json.loads(json.dumps(client_state or {}))
@@ -233,14 +235,13 @@ class LightRFTStrategy(StrategyBase):
         load_lr_scheduler_states: bool = True,
         load_module_only: bool = False,
     ) -> tuple[str, dict[str, Any]]:
-        """Loads a checkpoint of `save_ckpt`, which may have been written under any parallel layout.
-        Returns (the checkpoint's folder, the `client_state` saved with it).
+        """Loads the checkpoint `tag` (None: the latest) that `save_ckpt` wrote to `load_dir` under
+        any parallel layout. Returns (the checkpoint's folder, the `client_state` saved with it).
 
         After loading a policy, its weights must be sent to the engine before the engine generates
         again. `load_module_only` loads only the weights, as if `load_optimizer_states` and
         `load_lr_scheduler_states` were off; the optimizer's main parameters are set to the loaded
         weights. Without `load_module_strict`, weights that the checkpoint lacks stay unchanged.
-
         Raises CheckpointError if there is no such checkpoint, or if the checkpoint is corrupt or
         another model's.
         """

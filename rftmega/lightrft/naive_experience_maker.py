@@ -69,7 +69,9 @@ SHAPING: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 
 class Panel:
-    """Panel combines several rewards into one. Its scores are named by the indices of the rewards."""
+    """Panel presents several rewards as one; the score of each reward has the reward's index as its
+    name.
+    """
 
     def __init__(self, rewards: Mapping[int, Reward]):
         self.rewards = rewards
@@ -96,7 +98,8 @@ class Panel:
         return found
 
     def judged(self, prompts: Sequence[Prompt], rollouts: Sequence[Rollout]) -> list[Rollout]:
-        """Returns the rollouts with the scores of all rewards.
+        """Returns the rollouts, completions of the `prompts` in the same order, with the scores of
+        all rewards.
 
         Rewards that all rollouts already have a score of are not computed again.
         """
@@ -335,13 +338,16 @@ class NaiveExperienceMaker:
     def get_advantages_and_returns(
         self, values: Tensor, rewards: Tensor, action_mask: Tensor, gamma: float, lambd: float
     ) -> tuple[Tensor, Tensor]:
-        """Returns (advantages, returns), both [B, A], of generalized advantage estimation; see
-        `gae`.
+        """Returns (advantages, returns), both [B, A], of generalized advantage estimation with
+        discount `gamma` and decay `lambd`, from the values, the rewards per token and the action
+        mask [B, A]; see `gae`.
         """
         return gae(values, rewards, action_mask, gamma, lambd)
 
     def get_cumulative_returns(self, rewards: Tensor, action_mask: Tensor, gamma: float) -> Tensor:
-        """Returns the discounted returns [B, A]; see `discounted_returns`."""
+        """Returns the returns [B, A], discounted by `gamma` per token, of the rewards per token [B,
+        A]; see `discounted_returns`.
+        """
         return discounted_returns(rewards, action_mask.bool(), gamma)
 
     def tokenize_fn(
@@ -516,7 +522,9 @@ class NaiveExperienceMaker:
 
 
 def _reported(completions: Sequence[Rollout], mask: Tensor) -> Tensor:
-    """Returns the engine's log-probs [B, A] of the responses, 0 after the end of a response."""
+    """Returns the log-probs [B, A] that the engine reported for the responses, 0 after the end of a
+    response; `mask` [B, A] is True for response tokens.
+    """
     found = torch.zeros(mask.shape)
     chosen = (own for completion in completions for own in completion.trajectories)
     found[mask] = torch.from_numpy(np.concatenate([own.logprobs[own.loss_mask] for own in chosen]))

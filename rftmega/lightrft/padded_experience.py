@@ -124,7 +124,9 @@ class Samples:
     @classmethod
     def of(cls, rows: Rows, *, prompts: list[Any], labels: list[str], pad_id: int = 0) -> "Samples":
         """Returns `rows` as batched samples; the canvas is as wide as the longest prompt plus the
-        longest response.
+        longest response, and `pad_id` fills its padding.
+
+        `prompts`, `labels`: the prompt and the reward label of each row.
         """
         lengths = rows.lengths - rows.prompt_lengths
         width, actions = _widest(rows.prompt_lengths), _widest(lengths)
@@ -171,7 +173,9 @@ class Samples:
         return replace(rows, images=self.images)
 
     def packed(self, *, pad_len: int = 0, pad_id: int = 0) -> "Samples":
-        """Returns the same samples packed into one row, followed by `pad_len` padding tokens."""
+        """Returns the same samples packed into one row, followed by `pad_len` padding tokens
+        `pad_id`.
+        """
         rows = self.rows()
         kept = _begun(rows.lengths)
         number = torch.arange(1, len(rows) + 1, device=kept.device)[:, None].expand_as(kept)
@@ -191,7 +195,9 @@ class Samples:
         return self._beside(found)
 
     def batched(self, *, pad_id: int = 0) -> "Samples":
-        """Returns the same samples batched, as a canvas of minimal width."""
+        """Returns the same samples batched, as a canvas of minimal width in which `pad_id` fills
+        the padding.
+        """
         found = Samples.of(self.rows(), prompts=self.prompts, labels=self.labels, pad_id=pad_id)
         return self._beside(found)
 
@@ -244,8 +250,9 @@ def shifted(x: Tensor, by: Tensor, kept: Tensor, fill: float = 0) -> Tensor:
 def canvas(
     rows: Rows, prompt_width: int, actions: int, *, pad_id: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """Returns (sequences, attention mask), both [B, prompt_width + actions]: the canvas of rows
-    that start at column 0.
+    """Returns (sequences, attention mask), both [B, prompt_width + actions]: rows that start at
+    column 0 as a canvas, whose first `prompt_width` columns hold the left-padded prompts and whose
+    last `actions` columns hold the responses.
     """
     by = rows.prompt_lengths - prompt_width
     column = torch.arange(prompt_width + actions, device=by.device) + by[:, None]
@@ -263,12 +270,11 @@ def flush(sequences: Tensor, by: Tensor, lengths: Tensor) -> Tensor:
 
 
 def per_action(x: Tensor, rows: Rows) -> Tensor:
-    """Converts a tensor [B, T] aligned with targets to a per-action tensor [B, A], which has only
-    the response tokens.
+    """Converts `x` [B, T], aligned with the targets of `rows` (column t belongs to token t + 1 of a
+    row), to a per-action tensor [B, A], which has only the response tokens.
 
-    Columns after the end of a response are 0.
-
-    Raises ValueError for an empty prompt: no position predicts the first token of its response.
+    Columns after the end of a response are 0. Raises ValueError for an empty prompt: no position
+    predicts the first token of its response.
     """
     _refuse_empty(rows.prompt_lengths)
     lengths = rows.lengths - rows.prompt_lengths
@@ -276,8 +282,8 @@ def per_action(x: Tensor, rows: Rows) -> Tensor:
 
 
 def per_target(x: Tensor, rows: Rows) -> Tensor:
-    """Converts a per-action tensor [B, A] to a tensor [B, T] aligned with targets, 0 outside the
-    response.
+    """Converts `x`, a per-action tensor [B, A] of the responses in `rows`, to a tensor [B, T]
+    aligned with targets (column t belongs to token t + 1 of a row), 0 outside the response.
 
     Raises ValueError for an empty prompt.
     """
@@ -316,7 +322,9 @@ def with_patches(
 
 
 def rows_of_canvas(sequences: Tensor, attention_mask: Tensor, actions: int) -> Rows:
-    """Returns the rows of a canvas whose last `actions` columns belong to the responses."""
+    """Returns the rows of a canvas `sequences` [B, S] whose last `actions` columns belong to the
+    responses; `attention_mask` [B, S] is True where there is a token.
+    """
     prompts = sequences.shape[1] - actions
     prompt_lengths = attention_mask[:, :prompts].bool().sum(-1)
     lengths = attention_mask.bool().sum(-1)
@@ -373,7 +381,8 @@ def to_experience(padded: Experience, processor: ImageProcessor | None = None) -
 def of_experience(
     own: types.Experience[Any], *, pad_id: int = 0, processor: ImageProcessor | None = None
 ) -> Experience:
-    """Returns rftmega's Experience, padded or not, as LightRFT's Experience.
+    """Returns rftmega's Experience, padded or not, as LightRFT's Experience; `pad_id` fills the
+    padding of `sequences`.
 
     Fields that rftmega's Experience lacks (such as kl) or that are None become None. pixel_values
     is None if images are files and `processor` is None.

@@ -78,15 +78,18 @@ class PPOTrainerVL:
         """Takes LightRFT's arguments.
 
         `strategy`: a LightRFTStrategy. `actor`, `critic`, `reward_model`, `initial_model`,
-        `tokenizer`, `processor` and the arguments after `processor`: as NaiveExperienceMaker takes
-        them. Models have their own optimizers and schedules, so the optimizers and schedulers
-        passed here are ignored. The buffer is always on the host and is moved to a device without a
-        data loader, so `buffer_cpu_offload` and `dataloader_pin_memory` have no effect. `kl_target`
-        None: a constant KL weight. `args.use_kl_loss` of the strategy moves the KL from the rewards
-        into the loss. `buffer_limit`: maximum number of rows in the buffer, 0: unlimited.
-
-        Raises ValueError for an argument in DECIDED that is neither its default nor the config's
-        value, and for an `ema_model`, since the policy keeps its own moving average.
+        `tokenizer`, `processor`, `prompt_max_len`, `remote_rm_url` and the `reward_...` arguments:
+        as NaiveExperienceMaker takes them. Models have their own optimizers and schedules, so the
+        optimizers and schedulers passed here are ignored. The buffer is always on the host and is
+        moved to a device without a data loader, so `buffer_cpu_offload` and `dataloader_pin_memory`
+        have no effect. `kl_target` None: a constant KL weight. `args.use_kl_loss` of the strategy
+        moves the KL from the rewards into the loss. `buffer_limit`: maximum number of rows in the
+        buffer, 0: unlimited. `eps_clip`, `value_clip`: clip ranges of the probability ratio and of
+        the values. `save_hf_ckpt`: also save Hugging Face folders; `disable_ds_ckpt`: save no
+        training checkpoints. `generate_kwargs`: options for
+        `NaiveExperienceMaker.generate_samples`. Raises ValueError for an argument in DECIDED that
+        is neither its default nor the config's value, and for an `ema_model`, since the policy
+        keeps its own moving average.
         """
         self.strategy, self.actor, self.critic = strategy, actor, critic
         said = {
@@ -203,6 +206,9 @@ class PPOTrainerVL:
     def ppo_train(self, global_steps: int = 0) -> Metrics:
         """Trains `max_epochs` times on the buffer, with `train_batch_size` rows per optimizer step.
         Returns the mean metrics of all steps.
+
+        `global_steps`: number of the training step, which together with the strategy's seed
+        determines the order of the rows in epochs after the first.
         """
         whole = OwnExperience.join([self._own(each).ragged() for each in self.replay_buffer])
         parts = max(len(whole) // self.strategy.train_batch_size, 1)
@@ -222,6 +228,8 @@ class PPOTrainerVL:
     ) -> Metrics:
         """Takes an optimizer step of the actor and, if there is a critic, one of the critic.
         Returns the metrics.
+
+        `entropy_mask`: see `training_step_actor`. `global_steps` is ignored.
         """
         found = self.training_step_actor(experience, entropy_mask)
         return found if self.critic is None else found | self.training_step_critic(experience)
@@ -248,7 +256,7 @@ class PPOTrainerVL:
         """Generates one greedy completion of each evaluation prompt, without training. Returns the
         mean reward and response length.
 
-        The engine must have the policy's current weights.
+        The engine must have the policy's current weights. `global_step` is ignored.
         """
         maker, samples = self.experience_maker, list[Samples]()
         asked_for = {"n_samples_per_prompt": 1, "temperature": 0.0}
@@ -271,9 +279,11 @@ class PPOTrainerVL:
         client_states: dict[str, Any] | None = None,
         episode: int = 0,
     ) -> None:
-        """Prints the metrics of a step if `global_step` is a multiple of `args.logging_steps`. If
-        it is a multiple of `args.save_steps`, saves training checkpoints in `args.ckpt_path` and
-        Hugging Face folders in `args.save_path`.
+        """Prints the metrics `logs_dict` of a step if `global_step` is a multiple of
+        `args.logging_steps`. If it is a multiple of `args.save_steps`, saves training checkpoints
+        with `client_states` in `args.ckpt_path` and Hugging Face folders in `args.save_path`.
+
+        `step_bar` is ignored.
         """
         if global_step % getattr(args, "logging_steps", 1) == 0:
             numbers = [f"{name} {value:.4g}" for name, value in (logs_dict or {}).items()]

@@ -61,6 +61,8 @@ def completions(
 ) -> list[GenerationOutput]:
     """Returns one GenerationOutput per completion: prompt and output token ids, log-probs, finish
     reason and policy version.
+
+    `prompts`: the token ids of each completion's prompt.
     """
     return [
         GenerationOutput(

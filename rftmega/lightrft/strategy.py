@@ -143,7 +143,7 @@ class StrategyBase(ABC):
         seeds.set_seed(seed)
 
     def all_gather(self, data: Any) -> Any:
-        """Returns the tensors of all processes, concatenated in rank order.
+        """Returns the tensors `data` of all processes, concatenated in rank order.
 
         A dict of tensors, which must have the same keys on every process, is gathered key by key.
         The tensors may differ in their first dimension. See `collectives.all_gather`.
@@ -200,6 +200,8 @@ class StrategyBase(ABC):
     def prepare(self, *models_or_pairs: Any, is_rlhf: bool = False) -> Any:
         """Returns the models or (model, optimizer) tuples, with each model prepared for training: a
         list, or a single item if only one was given.
+
+        `is_rlhf` is LightRFT's flag; it is stored and has no other effect.
         """
         self.is_rlhf = is_rlhf
         ready = [
@@ -223,7 +225,8 @@ class StrategyBase(ABC):
         """Returns ((actor, optimizer, scheduler), (critic, optimizer, scheduler), reward models,
         initial model).
 
-        The critic's tuple is (None, None, None) if there is no critic.
+        The critic's tuple is (None, None, None) if there is no critic. `max_steps`: number of
+        optimizer steps for which the learning-rate schedulers are built. `args` is ignored.
         """
         return (
             self._trained(actor, max_steps),
@@ -283,8 +286,10 @@ class StrategyBase(ABC):
         client_state: dict[str, Any] | None = None,
         save_latest: bool = True,
     ) -> None:
-        """Saves a training checkpoint of `model`. `max_mem`: maximum total size of all checkpoints
-        in `save_dir`, in MB (10^6 bytes).
+        """Saves a training checkpoint of `model` as `save_dir`/`tag`, with the dict `client_state`.
+
+        `max_num`: maximum number of checkpoints in `save_dir`. `max_mem`: their maximum total size,
+        in MB (10^6 bytes).
         """
 
     @abstractmethod
@@ -298,8 +303,8 @@ class StrategyBase(ABC):
         load_lr_scheduler_states: bool = True,
         load_module_only: bool = False,
     ) -> tuple[str, dict[str, Any]]:
-        """Loads a training checkpoint of `model`. Returns (the checkpoint's folder, the
-        `client_state` saved with it).
+        """Loads the training checkpoint `tag` in `load_dir` into `model`. Returns (the checkpoint's
+        folder, the `client_state` saved with it).
         """
 
     def setup_dataloader(
@@ -318,8 +323,8 @@ class StrategyBase(ABC):
         first `consumed_samples` samples, counted over all epochs, to continue where another loader
         stopped.
 
-        Raises ValueError for `consumed_samples` together with a `sampler`, which must resume by
-        itself.
+        The other arguments are as for torch's DataLoader. Raises ValueError for `consumed_samples`
+        together with a `sampler`, which must resume by itself.
         """
         if sampler is not None and consumed_samples:
             raise ValueError(
@@ -350,7 +355,8 @@ class StrategyBase(ABC):
     ) -> Any:
         """Builds the engine, copies the weights of `actor`, if given, into it, and returns it.
 
-        Raises ValueError for an unknown `engine_type`.
+        `args`: options for the engine, which a subclass may read. Raises ValueError for an unknown
+        `engine_type`.
         """
         _check_engine_type(engine_type)
         self.inference_engine, self.inference_engine_type = (

@@ -57,8 +57,8 @@ def without_effect(given: Mapping[str, Any], unread: Sequence[str], section: str
 
 
 def without_strange_sections(given: dict[str, Any]) -> dict[str, Any]:
-    """Returns config.json without the fields of its sections (SECTIONS) that have no effect; see
-    `without_effect`.
+    """Returns `given`, the content of config.json, without the fields of its sections (SECTIONS)
+    that have no effect; see `without_effect`.
     """
     found = dict(given)
     for section in SECTIONS:

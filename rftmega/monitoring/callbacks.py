@@ -1,5 +1,5 @@
-"""`callbacks_of` returns the callbacks of a run, including those that compare the performance of
-all processes.
+"""`callbacks_of` returns the callbacks of a run: observers, checkpointing, performance metrics and
+the timeline.
 """
 
 from collections.abc import Mapping
@@ -32,8 +32,11 @@ def callbacks_of(
 ) -> list[Callback]:
     """Returns the callbacks of a run in the order in which they are called.
 
-    `parts`: the components whose state is saved in checkpoints, by name. `grading` returns the part
-    of a response that rewards grade.
+    `strategy`: the training strategy, which exports the model and has the checkpoints; `parts`: the
+    components whose state is saved in checkpoints, by name; `evaluation`: the callback that
+    evaluates the model; `text`: the tokenizer that trajectories are written with; `is_main`:
+    whether this is the main process, the only one that writes metrics and trajectories; `grading`:
+    returns the part of a response that rewards grade, see `trajectories.Grading`.
     """
     found: list[Callback] = [
         *observers_of(
@@ -69,8 +72,9 @@ def measures_of(config: RunConfig) -> list[Observer]:
 
 
 def timeline_of(config: RunConfig, label: str) -> list[Timeline]:
-    """Returns the observer that records a timeline of the steps in logging.timeline, in a list; an
-    empty list if this option is not set. `label`: description of this process.
+    """Returns the observer that records a timeline of the range of steps in the option
+    logging.timeline, as a list of one; an empty list if this option is not set. `label`:
+    description of this process in the timeline.
     """
     if not config.logging.timeline:
         return []

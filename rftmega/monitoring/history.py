@@ -18,7 +18,9 @@ CHIEF = re.compile(r"eval_(?!seconds$).*|reward|loss|kl|entropy|response_length|
 
 
 class Change(NamedTuple):
-    """Change is a metric's first and last value, with their steps."""
+    """Change holds the first and the last known value of a metric in a run, and the numbers of
+    their steps.
+    """
 
     first_step: int
     first: float
@@ -27,8 +29,8 @@ class Change(NamedTuple):
 
 
 def read_history(path: Path) -> list[Step]:
-    """Returns the metrics in all lines of metrics.jsonl; an empty list if the file does not exist
-    on this host. The first line holds the metrics from before training.
+    """Returns the lines of metrics.jsonl at `path`, one mapping of metrics per step; an empty list
+    if the file does not exist on this host. The first line holds the metrics from before training.
     """
     if not path.is_file():
         return []
@@ -37,8 +39,9 @@ def read_history(path: Path) -> list[Step]:
 
 
 def curves_of(path: Path) -> dict[str, list[tuple[int, float]]]:
-    """Returns, for each main metric (see CHIEF) in metrics.jsonl, its list of (step, value); empty
-    if the file does not exist. Raises DataError if the file can't be read.
+    """Returns the values of the main metrics (see CHIEF) in metrics.jsonl at `path`, as metric name
+    -> list of (step, value); empty if the file does not exist. Raises DataError if the file can't
+    be read.
     """
     found: dict[str, list[tuple[int, float]]] = {}
     try:
@@ -52,7 +55,10 @@ def curves_of(path: Path) -> dict[str, list[tuple[int, float]]]:
 
 
 def changes(history: Iterable[Step], chosen: re.Pattern[str] = CHIEF) -> dict[str, Change]:
-    """Returns the first and last value of each metric whose name matches `chosen`, by name."""
+    """Returns the first and last value of metrics, by metric name. `history`: lines of
+    metrics.jsonl (see `read_history`); `chosen`: pattern of the metrics' names, by default the main
+    metrics.
+    """
     found: dict[str, Change] = {}
     for line in history:
         step = int(line["step"] or 0)

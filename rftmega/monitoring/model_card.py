@@ -23,8 +23,8 @@ TASKS = {
 
 
 def write_model_card(config: RunConfig, metrics: Path) -> None:
-    """Writes README.md, made of the run's options and metrics, into the folder of the exported
-    model. Writes nothing into a folder that no export has written. `metrics`: path of
+    """Writes the model card README.md, made of the run's options and metrics, into the folder of
+    the exported model; does nothing if the folder was not written by an export. `metrics`: path of
     metrics.jsonl.
     """
     folder = Path(config.exported)
@@ -35,7 +35,8 @@ def write_model_card(config: RunConfig, metrics: Path) -> None:
 
 def model_card(config: RunConfig, history: Sequence[Step]) -> str:
     """Returns the model card as Markdown, with the metadata header that the Hugging Face Hub reads.
-    `history`: metrics of all steps, beginning with those from before training.
+    `history`: lines of metrics.jsonl, one per step, beginning with the metrics from before
+    training.
     """
     name = config.trainer.push_to_hub or Path(config.trainer.output).name
     base, revision = base_of(config.model.path)
@@ -65,8 +66,8 @@ def model_card(config: RunConfig, history: Sequence[Step]) -> str:
 
 
 def base_of(path: str) -> tuple[str, str]:
-    """Returns (repository, revision) of a model in the Hugging Face cache; (folder name, "") for
-    any other path.
+    """Returns the repository name and the revision of a model in the Hugging Face cache, by the
+    path of its folder; (folder name, "") for any other path.
     """
     if cached := CACHED.search(path):
         organisation, name, revision = cached.groups()
@@ -75,15 +76,17 @@ def base_of(path: str) -> tuple[str, str]:
 
 
 def chosen_options(config: RunConfig) -> dict[str, Any]:
-    """Returns the options that differ from the defaults by their dotted names, without secrets."""
+    """Returns the options of the config whose values differ from the defaults, by dotted name;
+    secrets are left out.
+    """
     defaults = flatten(without_secrets(RunConfig()))
     now = flatten(without_secrets(config))
     return {name: value for name, value in now.items() if value != defaults.get(name)}
 
 
 def _table(history: Sequence[Step]) -> str:
-    """Returns a Markdown table of the first and last value of each main metric; "" if there are no
-    metrics.
+    """Returns a Markdown table of the first and last value of each main metric (see
+    `history.CHIEF`); "" if there are none. `history`: lines of metrics.jsonl.
     """
     found = changes(history)
     if not found:

@@ -22,7 +22,9 @@ OF_THE_QUESTION = (400, 413, 422)
 
 
 class Refused(Exception):  # noqa: N818  named after the event
-    """The server rejected a question, but may accept other questions."""
+    """Raised if the server rejects one request for its content, so that other requests may still
+    succeed.
+    """
 
 
 class Pace:
@@ -44,7 +46,9 @@ class Pace:
 
 
 class ChatEndpoint:
-    """ChatEndpoint sends questions to a chat completions API; any thread may use it."""
+    """ChatEndpoint sends requests to a chat completions API, with retries and a rate limit; several
+    threads may share it.
+    """
 
     def __init__(
         self,
@@ -75,8 +79,8 @@ class ChatEndpoint:
         """Sends the request body `asked` and returns the text of the first choice; "" if it has no
         text.
 
-        Raises Refused if the server rejects this question, and RewardError if the server rejects
-        all questions or no attempt succeeds.
+        Raises Refused if the server rejects this request for its content, and RewardError if the
+        server would reject every request or no attempt succeeds.
         """
         content, failures = json.dumps(asked).encode(), []
         pause = 0.0
@@ -107,9 +111,9 @@ class ChatEndpoint:
         )
 
     def _attempt(self, content: bytes) -> tuple[int, str, float]:
-        """Returns the reply's status code, its text, and the seconds that the server asks to wait
-        before the next attempt. Raises ReadTimeout if the whole reply takes longer than the
-        timeout.
+        """Sends the request body `content` once. Returns the reply's status code, its text, and the
+        seconds that the server asks to wait before the next attempt. Raises ReadTimeout if the
+        whole reply takes longer than the timeout.
         """
         end, reply = time.monotonic() + self._timeout, bytearray()
         with self._client.stream("POST", self._url, content=content) as response:

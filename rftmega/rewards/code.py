@@ -69,7 +69,9 @@ def _texts(held: Any) -> bool:
 
 
 def complaint(label: str) -> str | None:
-    """Returns the reason why a label is invalid; None if it is valid."""
+    """Returns the reason why `label`, the tests of a prompt as JSON, is invalid; None if it is
+    valid.
+    """
     try:
         read_tests(label)
     except ValueError as error:
@@ -89,13 +91,14 @@ def _lines(text: str) -> list[str]:
 
 
 class CodePart:
-    """CodePart runs the programs of up to `workers` responses at a time, shared by all calling
-    threads.
+    """CodePart is the reward component that runs the programs in responses against tests, up to
+    `workers` programs at a time over all calling threads.
     """
 
     def __init__(self, *, workers: int, seconds: float, memory_mib: int, inside: bool = False):
-        """`seconds`: time limit of a response's tests together; `memory_mib`: memory limit in MiB.
-        `inside`: tests run in the answer's own interpreter, where an answer can forge the result.
+        """`seconds`: time limit of all tests of one response together; `memory_mib`: memory limit
+        of one program in MiB. `inside`: tests run in the interpreter of the response's program,
+        which can then forge the result.
         """
         self.inside = inside
         self.seconds, self.memory = seconds, memory_mib << 20
@@ -104,7 +107,7 @@ class CodePart:
         self.tested, self.testing = False, threading.Lock()
 
     def __call__(self, answers: Sequence[Answer]) -> list[float]:
-        """Returns one score per answer: 1 if its code passes all tests, else 0.
+        """Returns one score per response: 1 if its program passes all tests of its label, else 0.
 
         Raises RewardError if a label has no tests, or if no sandbox is available.
         """
@@ -156,10 +159,11 @@ class CodePart:
         return float(len(found) == len(limits) and all(map(same_output, found, tests["outputs"])))
 
     def _run(self, job: dict[str, Any]) -> dict[str, Any] | Undecided:
-        """Runs a job in the sandbox and returns its outcome.
+        """Runs a job (program, tests and limits; see `python -m rftmega.sandbox`) in the sandbox
+        and returns its outcome.
 
         Returns Undecided if the sandbox or the machine failed, or the tests cannot run outside the
-        answer's interpreter. Raises RewardError if the sandbox refuses to run.
+        program's interpreter. Raises RewardError if the sandbox refuses to run.
         """
         outcome = run_sandboxed(job, job.get("seconds", SELF_TEST) + GRACE)
         if "refused" in outcome:
@@ -185,8 +189,8 @@ class CodePart:
 
 
 def run_sandboxed(job: dict[str, Any], seconds: float) -> dict[str, Any]:
-    """Runs a job in `python -m rftmega.sandbox` and returns its outcome; {"undecided": reason} if a
-    signal ended the sandbox.
+    """Runs a job (program, tests and limits) in `python -m rftmega.sandbox` and returns its
+    outcome; {"undecided": reason} if a signal ended the sandbox.
 
     Raises RewardError if the sandbox returns nothing within `seconds`, or something that is not an
     outcome of this kind of job.
@@ -235,7 +239,7 @@ def run_sandboxed(job: dict[str, Any], seconds: float) -> dict[str, Any]:
 
 
 def _checked(said: bytes, job: dict[str, Any]) -> dict[str, Any]:
-    """Parses and returns the outcome that the sandbox wrote.
+    """Parses `said`, the line that the sandbox wrote, and returns the outcome of `job`.
 
     Raises RewardError if `said` is not an outcome of this kind of job: a default would be an
     invented score.
@@ -272,8 +276,9 @@ def _ends(process: subprocess.Popen[bytes]) -> bool:
 
 
 def _until_end(descriptor: int, end: float) -> bytes:
-    """Reads up to a line end, the end of the pipe, or the time `end` (of time.monotonic), and
-    returns the bytes. The job limits the outcome's size.
+    """Reads from a pipe up to a line end, the end of the pipe, or the time `end` (of
+    time.monotonic), and returns the bytes. Their number needs no limit here: the sandbox limits the
+    size of its outcome.
     """
     said = b""
     while not said.endswith(b"\n") and (left := end - time.monotonic()) > 0:

@@ -50,7 +50,8 @@ LABELS: dict[str, Callable[[RewardConfig, Iterable[str]], dict[str, str]]] = {
 
 
 def create(config: RewardConfig, decode: Decode, reasoning: Reasoning | None = None) -> MixedReward:
-    """Returns the reward of `config`, with the components that have a weight.
+    """Returns the reward of `config`, with all components that have a weight other than 0 for some
+    prompts.
 
     `decode` converts token ids to text. `reasoning` removes reasoning before grading; None: removes
     <think> blocks. Raises ConfigError if reward.format_pattern or reward.answer_pattern is not a
@@ -78,9 +79,9 @@ def functions_of(config: RewardConfig) -> dict[str, RewardFunction]:
 
 
 def check_prompts(config: RewardConfig, prompts: Iterable[Prompt]) -> None:
-    """Raises DataError for prompts that could not be scored during training: prompts whose task
-    type has no weights, whose label a component cannot read, or whose record lacks a column that a
-    reward function needs.
+    """Raises DataError if a prompt could not be scored during training: its task type has no
+    weights, a component cannot read its label, or its record lacks a column that a reward function
+    needs.
 
     With reward.majority nothing is checked.
     """
@@ -108,7 +109,9 @@ def check_prompts(config: RewardConfig, prompts: Iterable[Prompt]) -> None:
 
 
 def told(complaint: Callable[[str], str | None], labels: Iterable[str]) -> dict[str, str]:
-    """Returns label -> complaint for the labels to which the function `complaint` objects."""
+    """Returns label -> error message for the invalid labels. `complaint` returns the error message
+    for a label, or None if the label is valid.
+    """
     return {label: why for label in labels if (why := complaint(label))}
 
 

@@ -63,8 +63,8 @@ def missing_columns(function: RewardFunction, prompt: Prompt) -> str:
 
 
 def _parameters(function: RewardFunction) -> tuple[set[str] | None, set[str]]:
-    """Returns the keywords that a function accepts (None: any keyword), and the keywords that it
-    requires.
+    """Returns (accepted, required): the keywords that a function accepts (None: any keyword), and
+    those that it requires.
     """
     try:
         parameters = inspect.signature(function).parameters.values()
@@ -98,15 +98,17 @@ def _keywords(answers: Sequence[Answer], decode: Decode) -> dict[str, list[Any]]
 
 
 def _columns(record: str, label: str) -> dict[str, Any]:
-    """Returns name -> value of a record's columns; only the label if there is no record."""
+    """Returns name -> value of the columns of a dataset record, given as JSON in `record`; only
+    {"label": label} if `record` is empty.
+    """
     if not record:
         return {"label": label}
     return {name: value for name, value in json.loads(record).items() if name not in NEVER_COLUMNS}
 
 
 def _prompt(answer: Answer, decode: Decode) -> Any:
-    """Returns the prompt's text or messages as in the data set; without a record, the decoded
-    prompt tokens.
+    """Returns a response's prompt as in the data set, text or messages; without a record of the
+    data set, the decoded prompt tokens.
     """
     return json.loads(answer.record)["prompt"] if answer.record else decode(answer.prompt_ids)
 
@@ -118,9 +120,10 @@ def _completion(answer: Answer, prompt: Any) -> Any:
 
 
 def _scores(given: Any, count: int, where: str) -> list[float | None]:
-    """Converts the result of a reward function to a list of scores.
+    """Converts `given`, the result of a reward function, to a list of scores.
 
-    Raises RewardError unless the result consists of `count` entries that are numbers or None.
+    Raises RewardError, whose message begins with `where`, unless the result consists of `count`
+    entries that are numbers or None.
     """
     scores = given.tolist() if hasattr(given, "tolist") else given  # of NumPy or torch
     if not isinstance(scores, Iterable) or isinstance(scores, str | bytes | Mapping):
@@ -141,7 +144,9 @@ def _scores(given: Any, count: int, where: str) -> list[float | None]:
 
 
 def _told(error: BaseException, function: RewardFunction) -> str:
-    """Returns the error's message with the line of the user's file that raised it."""
+    """Returns the message of `error`, which the user's `function` raised, with the file and line
+    that raised it.
+    """
     code = getattr(inspect.unwrap(getattr(function, "func", function)), "__code__", None)
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if code is not None and frame.filename == code.co_filename]

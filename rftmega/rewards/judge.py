@@ -67,9 +67,10 @@ class JudgePart:
         self._threads = ThreadPoolExecutor(config.judge_concurrency, thread_name_prefix="judge")
 
     def __call__(self, answers: Sequence[Answer]) -> list[float]:
-        """Returns the judge's ratings, mapped linearly from reward.judge_scale to 0 to 1.
+        """Returns one score from 0 to 1 per response: the judge's rating, mapped linearly from
+        reward.judge_scale.
 
-        A score is Undecided if the judge returns no number on the scale or rejects the question.
+        A score is Undecided if the judge returns no number on the scale or rejects the request.
         Raises RewardError if all attempts of a request fail, or the server rejects all requests.
         """
         return list(self._threads.map(self._score, answers))
@@ -90,8 +91,9 @@ class JudgePart:
 
 
 def template_of(given: str) -> str:
-    """Returns the template's text: the option's own text, the content of the file that it names (of
-    a type in FILES), or TEMPLATE for "".
+    """Returns the text of the judge's prompt template. `given`: the value of reward.judge_template:
+    the text itself, the name of a file with it (of a type in FILES), or "" for the default
+    TEMPLATE.
 
     Raises ConfigError if the file cannot be read, or the text has neither {completion} nor
     {messages}.
@@ -111,14 +113,14 @@ def template_of(given: str) -> str:
 
 
 def filled(template: str, places: Mapping[str, str]) -> str:
-    """Returns the template with each placeholder replaced by its entry of `places`; braces within a
+    """Returns the template with each placeholder {name} replaced by `places[name]`; braces within a
     response stay as they are.
     """
     return PLACES.sub(lambda place: places[place[1]], template)
 
 
 def places_of(answer: Answer, decode: Decode) -> dict[str, str]:
-    """Returns placeholder -> value for a template.
+    """Returns placeholder name -> value for the judge's template.
 
     "prompt" is the prompt's text as in the data set, or the last message of the conversation;
     "messages" is the conversation including the response, as JSON.

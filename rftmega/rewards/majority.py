@@ -10,24 +10,23 @@ from rftmega.rewards.vote import vote_rewards
 
 class MajorityReward:
     """MajorityReward scores 1 for completions whose answer is the most frequent one among the
-    completions of the same prompt, see `vote_rewards`.
-
-    It reads no label.
+    completions of the same prompt, else 0 (see `vote_rewards`). It needs no labels.
     """
 
     whole_groups = True
 
     def __init__(self, reasoning: Reasoning, size: int, pattern: str = ""):
-        """`reasoning` reads responses; a response with unfinished reasoning does not vote. `size`:
-        completions per prompt. `pattern`: extracts the answer that votes, see `answer_of`. Raises
-        ConfigError if `pattern` is not a regular expression.
+        """`reasoning` separates a response from its reasoning; a response with unfinished reasoning
+        does not vote. `size`: completions per prompt. `pattern`: regular expression that extracts
+        the answer that votes, see `answer_of`. Raises ConfigError if `pattern` is not a regular
+        expression.
         """
         self.reasoning, self.size, self.answer_of = reasoning, size, answer_of(pattern)
 
     def __call__(
         self, prompts: Sequence[Prompt], rollouts: Sequence[Rollout]
     ) -> list[dict[str, float]]:
-        """Scores whole groups, with the completions of a prompt next to each other.
+        """Scores whole groups: the `size` completions of each prompt must be next to each other.
 
         Returns one dict per rollout, with the score as "majority" and as "reward".
         """

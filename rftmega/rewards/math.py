@@ -22,8 +22,8 @@ GRACE = 10.0  # seconds beyond the worker's own alarm, before it is killed from 
 
 
 class MathWorker:
-    """MathWorker is one worker process, started at the first question and again after every
-    timeout.
+    """MathWorker runs one worker process that compares expressions; the process is started at the
+    first comparison and again after every timeout.
 
     Only one thread at a time may use it.
     """
@@ -56,7 +56,7 @@ class MathWorker:
         return float(said) if said in ("0\n", "1\n") else Undecided()
 
     def close(self) -> None:
-        """Kills the process; the next question starts a new process."""
+        """Kills the worker process; the next comparison starts a new process."""
         if self.process:
             self.process.kill()
             self.process.wait()
@@ -91,8 +91,8 @@ class MathWorker:
 
 
 class MathPart:
-    """MathPart shares `workers` worker processes between all scoring threads. `seconds`: time limit
-    of one comparison.
+    """MathPart is the reward component that compares responses with labels by math-verify. All
+    scoring threads share its `workers` worker processes; `seconds`: time limit of one comparison.
     """
 
     def __init__(self, *, workers: int, seconds: float):
@@ -126,7 +126,7 @@ class MathPart:
 
 
 def complaints(labels: Iterable[str], *, workers: int) -> dict[str, str]:
-    """Returns label -> complaint for the labels that cannot be parsed as expressions, using
+    """Returns label -> error message for the labels that cannot be parsed as expressions; parses in
     `workers` processes.
     """
     unsure = [label for label in dict.fromkeys(labels) if not NUMBER.fullmatch(label)]

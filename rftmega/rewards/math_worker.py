@@ -85,8 +85,9 @@ def _decimal(number: re.Match[str]) -> str:
 
 
 def final(text: str) -> str:
-    """Returns the source of the last expression, with single spaces between words: of the last box,
-    else the last formula, else the last line.
+    """Returns the source of the last expression in `text`, with single spaces between words: the
+    content of the last boxed expression, else the last formula between dollar signs or LaTeX
+    delimiters, else the last line.
     """
     found = text.strip()
     if (at := found.rfind("\\boxed{")) >= 0:
@@ -101,7 +102,7 @@ def final(text: str) -> str:
 
 
 def closing(text: str) -> int:
-    """Returns the position of the bracket that closes the bracket at the start of the text; the
+    """Returns the index of the bracket that closes the bracket with which the text begins; the
     text's length if no bracket closes it.
     """
     depth, opening = 0, text[0]
@@ -113,8 +114,9 @@ def closing(text: str) -> int:
 
 
 def compared(said: str, right: str) -> bool | None:
-    """Returns whether the expressions `said` and `right` are equal by rules that math-verify lacks;
-    None if these rules do not apply and math-verify can decide.
+    """Returns whether two expressions are equal by rules that math-verify lacks (bases,
+    congruences, sets and tuples); None if these rules do not apply and math-verify can decide.
+    `said`: the response's expression, `right`: the label's.
     """
     one, other = based(said), based(right)
     if one != other:
@@ -128,8 +130,8 @@ def compared(said: str, right: str) -> bool | None:
 
 
 def based(text: str) -> tuple[str, str] | None:
-    """Returns digits and base of the last number with a base in the text; None if there is none or
-    its base is ten.
+    """Returns (digits, base) of the last number in the text that is written with a base; None if
+    there is none or its base is ten.
     """
     for found in reversed(list(BASED.finditer(text))):
         base = found["one"] or found["base"] or found["word"]
@@ -139,7 +141,9 @@ def based(text: str) -> tuple[str, str] | None:
 
 
 def congruence(text: str) -> tuple[int, str] | str:
-    """Returns residue and modulus of a congruence; the text itself if it is not a congruence."""
+    """Returns (residue, modulus) of a text that is a congruence; the text itself if it is not a
+    congruence.
+    """
     simple = re.sub(r"\\text\{(\w*)\}", r"\1", text)
     found = CONGRUENCE.fullmatch(simple)
     if found is None:
@@ -161,7 +165,9 @@ def listed(text: str) -> str:
 
 
 def misjudged(gold: Any, answer: Any) -> bool:
-    """Returns whether two expressions that math-verify considers equal differ."""
+    """Returns whether `gold`, the label's expression, and `answer`, the response's, differ although
+    math-verify considers them equal.
+    """
     one, other = (side.rhs if isinstance(side, Eq) else side for side in (gold, answer))
     if any(side == E for side in (one, other)) and any(
         isinstance(side, Symbol) and side.name == "e" for side in (one, other)

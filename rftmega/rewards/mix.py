@@ -19,7 +19,7 @@ OF_ALL = "format"  # sees reasoning, which its pattern may match
 
 
 def weights_of(config: RewardConfig, kind: str) -> dict[str, float]:
-    """Returns component -> weight for prompts of the task type `kind`, without weights of 0.
+    """Returns component name -> weight for prompts of the task type `kind`, without weights of 0.
 
     Raises RewardError for a task type that reward.recipe lacks.
     """
@@ -37,12 +37,15 @@ def unknown_kind(config: RewardConfig, kind: str) -> str:
 
 
 def parts_of(config: RewardConfig) -> set[str]:
-    """Returns the names of the components that score any prompt."""
+    """Returns the names of all components that score at least one task type, including exact_match,
+    which is always scored.
+    """
     return {ALWAYS}.union(*(weights_of(config, kind) for kind in config.recipe or [""]))
 
 
 class MixedReward:
-    """MixedReward computes each prompt's own weighted sum of reward components.
+    """MixedReward computes a rollout's reward as the weighted sum of components; components and
+    weights depend on the prompt's task type.
 
     It has no mutable state, so threads may share it if its components allow that.
     """
@@ -54,8 +57,9 @@ class MixedReward:
         decode: Decode,
         reasoning: Reasoning | None = None,
     ):
-        """`parts`: name -> component, at least for the names in `parts_of(config)`. `reasoning`:
-        reads responses; None: `Reasoning.plain`.
+        """`parts`: component name -> component, at least for the names in `parts_of(config)`.
+        `decode` converts token ids to text. `reasoning`: separates responses from their reasoning;
+        None: `Reasoning.plain`.
         """
         self.config, self.parts = config, parts
         self.reasoning = reasoning or Reasoning.plain(decode)
@@ -64,8 +68,9 @@ class MixedReward:
     def __call__(
         self, prompts: Sequence[Prompt], rollouts: Sequence[Rollout]
     ) -> list[dict[str, float]]:
-        """Returns one dict per rollout: the scores of the components of its prompt's task type (and
-        exact_match), and their weighted sum as "reward".
+        """Returns one dict per rollout, name -> score: of the components of its prompt's task type,
+        of exact_match if the prompt has a label, and of the environment; "reward" is their weighted
+        sum.
 
         Raises RewardError for a task type that the recipe lacks, a component that fails or a score
         that is not finite.
@@ -109,8 +114,8 @@ class MixedReward:
         ]
 
     def _values(self, name: str, part: Part, answers: Sequence[Answer]) -> Sequence[float | None]:
-        """Returns a component's scores. Built-in components are not called for responses with
-        unfinished reasoning, which score 0.
+        """Returns the scores of the component `part` with the name `name`. Built-in components are
+        not called for responses with unfinished reasoning, which score 0.
         """
         if name in self._own:
             return part(answers) if answers else []
@@ -123,7 +128,8 @@ class MixedReward:
         return [0.0 if answer.graded is None else next(given) for answer in answers]
 
     def _given(self, rollout: Rollout, prompt: Prompt) -> dict[str, float]:
-        """Returns the environment's rewards, with the sum of its turn rewards as "turns".
+        """Returns name -> reward that the environment gave to a rollout, with the sum of its turn
+        rewards as "turns".
 
         Raises RewardError if a reward is not finite or has the name of a component.
         """

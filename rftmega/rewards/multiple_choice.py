@@ -48,7 +48,9 @@ def multiple_choice(response: str, label: str) -> float:
 
 
 def complaint(label: str) -> str | None:
-    """Returns the reason why a label is invalid; None if it is valid."""
+    """Returns the reason why `label`, the letter of the right choice, is invalid; None if it is
+    valid.
+    """
     letter = label.strip()
     return (
         None

@@ -10,9 +10,10 @@ from rftmega.core.types import Trajectory
 class Answer:
     """Answer is one rollout's response as text, with the data needed to score it.
 
-    `response` is without reasoning for all built-in components except "format". The fields after
-    `kind` (the task type) are for the remote component, the judge and user-defined functions; a
-    Rule never gets them.
+    `response` is without reasoning for all built-in components except "format"; `graded` is always
+    without, None if the reasoning is unfinished. `label`: the ground truth, `kind`: the task type.
+    The other fields are for the remote component, the judge and user-defined functions; a Rule
+    never gets them.
     """
 
     response: str
@@ -28,7 +29,7 @@ class Answer:
 class Undecided(float):
     """Undecided is a score of 0 for a response whose correctness could not be determined.
 
-    The share of these scores is a metric, and a run ends if the share is large
+    The fraction of undecided scores is a metric, and a run ends if the fraction is large
     (monitoring/observers/health.py).
     """
 
@@ -40,5 +41,7 @@ Part = Callable[[Sequence[Answer]], Sequence[float | None]]
 
 
 def each(rule: Rule) -> Part:
-    """Returns a component that scores every response on its own by a rule."""
+    """Returns a component that applies `rule`, a function (response, label) -> score, to every
+    response on its own.
+    """
     return lambda answers: [rule(answer.response, answer.label) for answer in answers]

@@ -25,7 +25,9 @@ NEAR = 32  # tokens at the end of a context in which the template may have begun
 
 
 class Read(NamedTuple):
-    """Read is a response as text, and the part of the text that is graded."""
+    """Read is a response as text, and `graded`, its part without reasoning, which rewards grade;
+    None if the reasoning is unfinished.
+    """
 
     response: str  # whole text, with reasoning markers but without other special tokens
     graded: str | None  # text without reasoning; None: unfinished reasoning
@@ -38,7 +40,9 @@ class Template(Protocol):
 
 
 class Speller(Protocol):
-    """Speller is the subset of data.Tokenizer that is needed to read responses."""
+    """Speller is the interface of data.Tokenizer that reading responses needs: the chat template,
+    and decoding of token ids to text or to one text per token.
+    """
 
     @property
     def template(self) -> Template: ...
@@ -47,8 +51,8 @@ class Speller(Protocol):
 
 
 class Reasoning:
-    """Reasoning separates a response's reasoning, between known markers, from the rest of the
-    response.
+    """Reasoning separates the reasoning in a response, which stands between markers such as <think>
+    and </think>, from the rest of the response.
 
     If reasoning begins, in the response or at the end of its context, and does not end, there is
     nothing to grade. A closing marker without an opening one ends reasoning that began at the start
@@ -62,7 +66,8 @@ class Reasoning:
         markers: Sequence[Markers] = (THINK,),
     ):
         """`decode`: converts token ids to text without special tokens. `pieces`: returns the text
-        of each token, with special tokens by their names.
+        of each token, with special tokens by their names. `markers`: pairs of an opening and a
+        closing marker of reasoning.
         """
         self._decode, self._pieces = decode, pieces
         self.markers = tuple(markers)
@@ -74,14 +79,17 @@ class Reasoning:
     def of(cls, markers: Sequence[str], tokenizer: Speller) -> "Reasoning":
         """Returns a Reasoning for responses of the model that the tokenizer belongs to.
 
-        `markers`: reward.reasoning_markers; empty: the markers in the model's chat template.
+        `markers`: the value of reward.reasoning_markers, (opening, closing); empty: uses the
+        markers in the model's chat template.
         """
         pairs = [(markers[0], markers[1])] if markers else markers_in(_source(tokenizer))
         return cls(tokenizer.decode, tokenizer.pieces, pairs)
 
     @classmethod
     def plain(cls, decode: Decode) -> "Reasoning":
-        """Returns a Reasoning for tokens that can be decoded one by one."""
+        """Returns a Reasoning with the markers <think> and </think>, for tokenizers whose tokens
+        can be decoded one by one.
+        """
         return cls(decode, lambda ids: [decode([each]) for each in ids])
 
     def refuse(self, pattern: str, option: str) -> None:
@@ -116,7 +124,10 @@ class Reasoning:
     def _graded(
         self, text: str, words: Sequence[re.Match[str]], begun: bool
     ) -> list[tuple[int, int]] | None:
-        """Returns the spans of the text outside of reasoning; None if reasoning is unfinished."""
+        """Returns the spans (begin, end) of `text` outside of reasoning; None if reasoning is
+        unfinished. `words`: matches of reasoning markers in `text`; `begun`: the context before the
+        response ends in an opening marker.
+        """
         kept: list[tuple[int, int]] = []
         behind, inside = 0, begun
         for word in words:
@@ -131,8 +142,9 @@ class Reasoning:
     def _with_markers(
         self, ids: Sequence[int], pieces: Sequence[str], words: Sequence[re.Match[str]]
     ) -> str:
-        """Returns the text of a response including markers that are special tokens, which decoding
-        drops.
+        """Returns the text of a response including reasoning markers that are special tokens, which
+        decoding drops. `ids`, `pieces`: token ids and texts of the response; `words`: matches of
+        markers in the joined pieces.
         """
         ends = [0, *(word.end() for word in words)]
         begins = [*(word.start() for word in words), sum(map(len, pieces))]
@@ -147,7 +159,9 @@ class Reasoning:
     def _texts(
         self, ids: Sequence[int], pieces: Sequence[str], spans: Sequence[tuple[int, int]]
     ) -> list[str]:
-        """Returns the text of each span (begin, end) of the joined pieces, without special tokens."""
+        """Returns the text of each span (begin, end) of the response without special tokens. Spans
+        are character positions in the joined `pieces`, the texts of the tokens `ids`.
+        """
         places = [0]
         for piece in pieces:
             places.append(places[-1] + len(piece))
@@ -156,8 +170,9 @@ class Reasoning:
     def _text(
         self, ids: Sequence[int], pieces: Sequence[str], places: Sequence[int], begin: int, end: int
     ) -> str:
-        """Returns the text from position `begin` to `end`; a token that a marker cuts contributes
-        only its characters within these positions.
+        """Returns the text from character position `begin` to `end` of the joined `pieces`, without
+        special tokens. `places`: position at which each piece starts. A token that a marker cuts
+        contributes only its characters within these positions.
         """
         inner = [
             at for at in range(len(ids)) if begin <= places[at] < end and places[at + 1] <= end
@@ -170,8 +185,8 @@ class Reasoning:
 
 
 def markers_in(template: str) -> list[Markers]:
-    """Returns the known markers that occur in a chat template, and <think>, because a prompt may
-    ask for it.
+    """Returns the pairs (opening, closing) of reasoning markers that occur in a chat template, and
+    <think>, because a prompt may ask for it.
     """
     named = [pair for pair in KNOWN[1:-1] if pair[1] in template]
     return [THINK, *named, *([KNOWN[-1]] if HARMONY in template else [])]

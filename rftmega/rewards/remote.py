@@ -16,8 +16,8 @@ SHOWN = 200  # characters of a reply that an error quotes
 
 
 class RemotePart:
-    """RemotePart posts {"prompts", "responses", "labels", "kinds"}, lists of strings, to a reward
-    server, whose reply is {"rewards": [float, ...]}.
+    """RemotePart is the reward component that posts {"prompts", "responses", "labels", "kinds"},
+    lists of strings, to a reward server, whose reply is {"rewards": [float, ...]}.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class RemotePart:
         self.client = httpx.Client(timeout=timeout)
 
     def __call__(self, answers: Sequence[Answer]) -> list[float]:
-        """Returns the server's rewards, one per answer. Raises RewardError if all attempts of a
+        """Returns the server's rewards, one per response. Raises RewardError if all attempts of a
         request fail, or a reply has no valid rewards.
         """
         starts = range(0, len(answers), self.batch)
@@ -68,7 +68,7 @@ class RemotePart:
             ) from error
 
     def _post(self, question: bytes) -> str:
-        """Sends the request body `question` and returns the text of the reply.
+        """Sends the request body `question`, with retries, and returns the text of the reply.
 
         Raises RewardError if all attempts fail; ValueError if another attempt would not help.
         """
@@ -92,8 +92,9 @@ class RemotePart:
         )
 
     def _attempt(self, question: bytes) -> tuple[int, str]:
-        """Returns (status, reply). Raises ReadTimeout if the whole reply takes longer than the
-        timeout; httpx's own timeout applies between two reads.
+        """Sends the request body `question` once and returns (status code, text of the reply).
+        Raises ReadTimeout if the whole reply takes longer than the timeout; httpx's own timeout
+        applies between two reads.
         """
         end = time.monotonic() + self.timeout
         reply = b""

@@ -20,7 +20,7 @@ class ReplyCache:
 
     def __init__(self, path: str = ""):
         """Loads the cached replies from the file `path`, if it exists: one line {"key": ...,
-        "answer": ...} per reply; broken lines are skipped. "": no file.
+        "answer": ...} per reply; broken lines are skipped. "": caches in memory only.
         """
         self._path = path
         self._lock = threading.Lock()
@@ -29,7 +29,8 @@ class ReplyCache:
             self._read(Path(path))
 
     def answer(self, key: str, ask: Callable[[], str]) -> str:
-        """Returns the cached reply for `key`, or calls `ask` and caches its result.
+        """Returns the cached reply for `key`, a text that identifies the request, or calls `ask`
+        and caches its result.
 
         Concurrent calls with the same key wait for the first call. An exception of `ask` is raised
         in all of them and not cached.
@@ -70,8 +71,8 @@ class ReplyCache:
             log.warning("reward.judge_cache: %d line(s) of %s can't be read.", broken, path)
 
     def _write(self, digest: str, said: str) -> None:
-        """Appends a reply to the file in a single write, so that lines of several processes do not
-        mix.
+        """Appends the reply `said` to the file, under `digest`, the SHA-256 of its key. Writes the
+        line at once, so that lines of several processes do not mix.
         """
         if not self._path:
             return

@@ -34,9 +34,7 @@ def canonical(answer: str | None) -> str | None:
 
 def majority(answers: Sequence[str | None]) -> str | None:
     """Returns the most frequent answer in canonical form; of equally frequent ones, the first to
-    appear.
-
-    Returns None if no answer votes.
+    appear. Returns None if no answer votes, because all are None or empty.
     """
     votes = Counter(vote for answer in answers if (vote := canonical(answer)) is not None)
     # a Counter keeps the order of appearance, and max returns the first of equals
@@ -46,12 +44,12 @@ def majority(answers: Sequence[str | None]) -> str | None:
 def vote_rewards(
     groups: Sequence[Sequence[str | None]], *, train: int | None = None
 ) -> list[list[float]]:
-    """Returns the score of every answer: 1 if it equals its group's majority, else 0 (also for
-    None).
+    """Returns the score of every answer of every group (the completions of one prompt): 1 if it
+    equals its group's majority, else 0 (also for None).
 
-    All answers of a group vote and are scored. `train`: the number of answers per group that the
-    caller trains on, the first of each group (the paper votes with 64 answers and trains on 32);
-    the caller selects them. Raises ValueError if a group has fewer than `train` answers.
+    All answers of a group vote and are scored. `train`: how many answers of each group, from its
+    beginning, the caller will train on (the paper votes with 64 answers and trains on 32); this
+    function only checks the number. Raises ValueError if a group has fewer than `train` answers.
     """
     if train is not None and (short := min(map(len, groups), default=train)) < train:
         raise ValueError(
@@ -66,9 +64,8 @@ def _group_rewards(group: Sequence[str | None]) -> list[float]:
 
 
 def _boxed(text: str) -> str:
-    """Returns the content of the last closed box, with balanced braces.
-
-    Returns the text itself if there is none.
+    """Returns the content of the last LaTeX box that is closed, with balanced braces; the text
+    itself if there is no such box.
     """
     open_braces: list[re.Match[str]] = []
     begin, found = -1, text

@@ -1,3 +1,3 @@
-"""Generates completions: inference engines, the pool that schedules requests to them, and remote
-servers.
+"""Generates completions: inference engines, the pool that distributes requests over them, and
+inference servers.
 """

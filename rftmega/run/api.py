@@ -100,8 +100,11 @@ def _read(
     references: list[str] | None,
     environment: str | None,
 ) -> RunConfig:
-    """Loads the config. Unless None, `references` replace its reward functions, and the registered
-    environment named `environment` replaces its environment.
+    """Returns the RunConfig of `config` (see `train`) with `overrides` applied.
+
+    `references`: value for `reward.functions`, None leaves it; `environment`: the name under which
+    `train` registered a Python environment, which replaces the config's environment, or None.
+    Raises ConfigError for overrides of a RunConfig.
     """
     if not isinstance(config, RunConfig):
         chosen = [] if references is None else [f"reward.functions={json.dumps(references)}"]
@@ -122,9 +125,10 @@ def _read(
 def _references(
     rewards: Sequence[RewardFunction | str] | None, named: Sequence[str]
 ) -> list[str] | None:
-    """Returns the name under which a config refers to each reward, or None if `rewards` is None.
+    """Returns the value of `reward.functions` for `rewards`, or None if `rewards` is None: strings
+    stay, and each function is replaced by the name under which it was registered.
 
-    `named` holds the names of the rewards that are functions, in order.
+    `named`: these names, in the order of the functions.
     """
     if rewards is None:
         return None
@@ -133,8 +137,8 @@ def _references(
 
 
 def sent(functions: Sequence[RewardFunction], environment: Any = None) -> bytes:
-    """Returns the reward functions and the environment serialized with cloudpickle, or b"" if there
-    are none.
+    """Returns the reward functions and the environment (see `train`) serialized with cloudpickle
+    for the ranks, or b"" if there are none.
 
     Raises ConfigError for an object that can't be pickled.
     """
@@ -156,8 +160,8 @@ def sent(functions: Sequence[RewardFunction], environment: Any = None) -> bytes:
 
 
 def functions_given(sent: bytes) -> None:
-    """Registers on this rank the reward functions and the environment that `api.sent` serialized
-    to `sent`.
+    """Registers on this rank the reward functions and the environment that `sent`, the return value
+    of the function `sent` in the launcher, contains.
     """
     if sent:
         import cloudpickle
@@ -265,7 +269,10 @@ def _frames(error: BaseException | None) -> Iterator[FrameType]:
 
 
 def rank(config: RunConfig, functions: bytes) -> int:
-    """Runs one rank that `train(processes=N)` started. Returns its exit code."""
+    """Runs one rank that `train(processes=N)` started. Returns its exit code.
+
+    `functions`: the rewards and the environment, as serialized by `sent`.
+    """
     prepare()
     functions_given(functions)
     return task_of(config)(config)

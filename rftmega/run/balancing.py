@@ -28,7 +28,9 @@ def tell_balancing(world: World, config: RunConfig) -> None:
 
 
 def asked_for(folder: str) -> dict[str, float]:
-    """Returns the nonzero load-balancing coefficients of config.json, by field."""
+    """Returns field -> value for the load-balancing coefficients in config.json that are not zero.
+    `folder`: the model's Hugging Face folder.
+    """
     fields = read_hf_config(folder)
     inner = fields.get("text_config")
     both = {**fields, **(inner if isinstance(inner, dict) else {})}

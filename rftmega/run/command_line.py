@@ -24,7 +24,7 @@ where my_function(prompts, completions, **columns) gives a number for each compl
 
 def run(description: str | None) -> int:
     """Checks the config named on the command line, then trains in this process or in `--processes`
-    ranks of this machine.
+    ranks of this machine. `description`: the text at the top of --help.
 
     Returns the exit code, after printing a message for errors that the user can fix.
     """
@@ -81,7 +81,7 @@ def arguments(description: str | None) -> argparse.Namespace:
 
 def reference(argv: Sequence[str]) -> str:
     """Returns the option reference that --help prints, including the options of plugins if the
-    CONFIG on the command line names any.
+    CONFIG on the command line names any. `argv`: the command line's arguments.
     """
     files = [
         word
@@ -99,7 +99,7 @@ def reference(argv: Sequence[str]) -> str:
 
 def shown(given: argparse.Namespace) -> None:
     """Prints layout, batch arithmetic and parameters per rank, and checks the first data records
-    and the reward (`--dry-run`).
+    and the reward (`--dry-run`). `given`: the parsed command line.
     """
     from rftmega.run import preflight
     from rftmega.run.train import look

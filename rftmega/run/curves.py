@@ -16,7 +16,9 @@ class Curves(Figure):
     """Curves is a figure with one curve per metric; a notebook shows it as an image."""
 
     def __init__(self, history: Sequence[Step], names: Sequence[str]):
-        """Raises KeyError for a metric that no step has."""
+        """`history`: the metrics of each step; `names`: the metrics to plot. Raises KeyError for a
+        metric that no step has.
+        """
         rows = max(1, -(-len(names) // COLUMNS))
         width, height = SIZE
         super().__init__(figsize=(width * COLUMNS, height * rows), layout="constrained")

@@ -26,7 +26,7 @@ def needed(config: RunConfig) -> dict[str, int]:
 
 
 def kept_of(itemsize: int) -> int:
-    """Returns the bytes of a parameter of `itemsize` and, if it is low-precision, of its fp32 main
-    copy.
+    """Returns the bytes of the weight copies that a checkpoint stores per parameter: `itemsize`
+    bytes in the model's dtype and, if that is low-precision, 4 bytes for the fp32 main copy.
     """
     return itemsize + FLOAT * (itemsize < FLOAT)

@@ -30,10 +30,11 @@ SHOWN = (  # options that are written although they have their defaults
 def first_run(
     model: str, machine: Machine, *, prompt_tokens: int, response_tokens: int, **data: Any
 ) -> tuple[RunConfig, Best]:
-    """Returns a GRPO config for `machine`, and the layout that the search has chosen.
+    """Returns a GRPO config for the model folder `model` on `machine`, and the layout that the
+    search has chosen.
 
     `prompt_tokens`, `response_tokens`: maximum lengths; `data`: values of data.* options. Raises
-    ConfigError if no layout fits, or if the model has fewer positions.
+    ConfigError if no layout fits, or if the model has fewer positions than both lengths together.
     """
     config = RunConfig(model=ModelConfig(path=model), data=DataConfig(**data))
     config.rollout.max_prompt_tokens, config.rollout.max_response_tokens = (
@@ -66,7 +67,7 @@ def first_run(
 
 def as_yaml(config: RunConfig, heading: str) -> str:
     """Returns a run's options as YAML, each with its description: those that differ from their
-    defaults, and those that users change first.
+    defaults, and those that users change first. `heading`: text of the comment at the top.
     """
     lines = [f"# {line}".rstrip() for line in heading.splitlines()]
     plain = RunConfig()

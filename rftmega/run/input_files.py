@@ -46,7 +46,7 @@ def rows_of(
     held_out: Mapping[str, Sized],
     ptx: PromptOrder[Any] | None,
 ) -> dict[str, int]:
-    """Returns data option -> number of rows (records)."""
+    """Returns data option -> number of rows (records); arguments as of `inputs_of`."""
     mixed = bool(config.data.sources)
     found = {
         f"data.sources.{name}" if mixed else "data.train": size
@@ -93,8 +93,8 @@ def _functions(config: RunConfig) -> dict[str, Sequence[str]]:
 
 
 def _file_of(place: str) -> Path | None:
-    """Returns the file of `place`, a path FILE.py or a module's name; None if the module has no
-    file.
+    """Returns the file of user code, where `place` is a path FILE.py or the name of a module; None
+    if the module has no file.
     """
     if place.endswith(".py"):
         return Path(place)

@@ -86,8 +86,8 @@ def _verify(world: World, folder: Path) -> None:
 
 
 def _first_time(world: World, folder: Path, reports: Sequence[ChecksumReport]) -> None:
-    """Writes the checksums of a folder that had none; every process raises CheckpointError if the
-    main process can't write them.
+    """Writes the checksums of a folder that had none, collected from the `reports` of all
+    processes; every process raises CheckpointError if the main process can't write them.
     """
     error = None
     if world.is_main:
@@ -104,8 +104,9 @@ def _first_time(world: World, folder: Path, reports: Sequence[ChecksumReport]) -
 
 
 def complaints(reports: Sequence[ChecksumReport], known: dict[str, str]) -> list[str]:
-    """Returns a message for each error, and for each file whose checksum differs from `known` or,
-    if `known` is empty, between hosts.
+    """Returns a message for each error in the `reports` of all processes, and for each file whose
+    checksum differs from `known` (file name -> expected checksum) or, if `known` is empty, between
+    hosts.
     """
     found = dict.fromkeys(f"on {report.host}: {report.error}" for report in reports if report.error)
     first: dict[str, tuple[str, str]] = {}

@@ -36,7 +36,9 @@ BASE = {
 
 
 def json_schema(plugins: Plugins = ()) -> Schema:
-    """Returns the schema of a config file, including the options of plugins."""
+    """Returns the schema of a config file, including the options of `plugins` (dataclasses of the
+    user's components).
+    """
     whole = _section(RunConfig, "", plugins)
     whole["properties"] = {"base": BASE, **whole["properties"]}
     return {"$schema": DIALECT, "title": "A run of rftmega", **whole}
@@ -51,10 +53,10 @@ def _section(schema: type, prefix: str, plugins: Plugins) -> Schema:
 
 
 def _properties(schema: Any, prefix: str, plugins: Plugins) -> Schema:
-    """Returns field name -> schema for each field of a config dataclass.
+    """Returns field name -> schema for each field of the config dataclass `schema`.
 
-    `prefix`: dotted name of the dataclass in the config, such as "trainer."; `plugins`: user
-    components.
+    `prefix`: dotted name of the dataclass in the config, such as "trainer."; `plugins`: dataclasses
+    of the user's components.
     """
     found = {}
     for f in fields(schema):
@@ -86,8 +88,8 @@ def _properties(schema: Any, prefix: str, plugins: Plugins) -> Schema:
 
 
 def _default(option: Field, dotted: str) -> Schema:
-    """Returns {"default": value} for an option, or {} if the option is required or is one of the
-    critic that defaults to the policy's value.
+    """Returns {"default": value} for the dataclass field `option` with the dotted name `dotted`, or
+    {} if the option is required or is one of the critic that defaults to the policy's value.
     """
     value = option.default if option.default_factory is MISSING else option.default_factory()
     the_policys = dotted.removeprefix("critic.").startswith(AS_THE_POLICY) and "critic." in dotted

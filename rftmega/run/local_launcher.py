@@ -33,6 +33,7 @@ from rftmega.runtime.parallel.folder_lock import process_start
 from rftmega.runtime.parallel.orphans import end_with_parent
 from rftmega.runtime.parallel.watchdog import HUNG
 
+FROZEN = "rftmega.runtime.parallel.frozen_imports"  # after all other imports
 GRACE = 2.0  # seconds
 COMPLAINTS, STOP = "complaints", "stop"
 
@@ -106,8 +107,8 @@ def launch(
 
 
 def _told(complaint: Path) -> RFTMegaError:
-    """Returns the RFTMegaError that a rank wrote to a file: its class and exit code on the first
-    line, then the message.
+    """Returns the RFTMegaError that a rank wrote to the file `complaint`: its class and exit code
+    on the first line, then the message.
     """
     head, _, message = complaint.read_text().partition("\n")
     name, code = head.split()
@@ -127,8 +128,9 @@ def _what(error: ChildFailedError) -> str:
 
 
 def _store(handler: DynamicRendezvousHandler, address: str, port: int) -> TCPStore:
-    """Opens the rendezvous TCP store of the ranks on the loopback interface; torch's own store would
-    listen to other hosts, too.
+    """Opens the ranks' rendezvous TCP store on the loopback interface, at `address` and `port`.
+    Replaces a method of `handler`'s class, since torch's own store would listen to other hosts,
+    too.
     """
     listener = socket.create_server((address, port))
     bound = listener.getsockname()[1]
@@ -138,10 +140,10 @@ def _store(handler: DynamicRendezvousHandler, address: str, port: int) -> TCPSto
 
 
 def _start_server(preload: Sequence[str]) -> None:
-    """Starts the server that ranks are forked from, which ignores stop signals from the start and
-    ends with this process.
+    """Starts the server that ranks are forked from, which imports the modules `preload`, ignores
+    stop signals from the start, and ends with this process.
     """
-    multiprocessing.set_forkserver_preload([fork_server.__name__, *preload])
+    multiprocessing.set_forkserver_preload([fork_server.__name__, *preload, FROZEN])
     os.environ[fork_server.LAUNCHER] = str(os.getpid())
     handlers = {
         number: signal.signal(number, signal.SIG_IGN)

@@ -62,8 +62,8 @@ def progress(config: RunConfig) -> Iterator[None]:
 
 
 def line_of(history: list[Step], steps: int) -> str:
-    """Returns one line about the last step of `history`: its number and the total `steps`, the time
-    left, and metrics.
+    """Returns a line of text about the last step in `history`: its number, the total number of
+    steps (`steps`), the time left, and metrics.
     """
     from rftmega.monitoring.observers.metric_writers import status
 

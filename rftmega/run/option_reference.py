@@ -24,7 +24,7 @@ INDENT = " " * 6
 
 def option_reference(plugins: Plugins = ()) -> str:
     """Returns the reference of all options as text: for each config field its name, its default and
-    the docstring under the field, by section.
+    the docstring under the field, by section. `plugins`: dataclasses of the user's components.
 
     A component that has several types, such as the advantage, has one block per type.
     """
@@ -76,7 +76,9 @@ def _wrapped(text: str) -> str:
 
 
 def _own(schema: Any, prefix: str, plugins: Plugins) -> Iterator[str]:
-    """Yields the reference's entries for all fields of a component except its type."""
+    """Yields the reference's entries for all fields of the component's dataclass `schema`, except
+    its type. `prefix`: dotted name of the component, with a dot at the end.
+    """
     for f in fields(schema):
         if f.name != "type":
             yield from _described(schema, f.name, prefix, plugins)

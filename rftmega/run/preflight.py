@@ -162,7 +162,9 @@ def _router_replay(config: RunConfig, model: ModelDescription, on: device.Device
 
 
 def _fp8_matmuls(config: RunConfig, model: ModelDescription, on: device.Device) -> list[str]:
-    """Lists why the trainer can't use FP8 matmuls."""
+    """Returns the reason why the trainer can't use FP8 matmuls on devices of type `on`; [] if it
+    can.
+    """
     said = f"model.fp8={config.model.fp8}"
     engine = installed().transformer_engine
     if engine is None or engine < FP8_SINCE:
@@ -189,7 +191,9 @@ def _fp8_matmuls(config: RunConfig, model: ModelDescription, on: device.Device) 
 
 
 def _fp8_engine(config: RunConfig, model: ModelDescription, on: device.Device) -> list[str]:
-    """Lists why vLLM can't compute the model's linear layers in FP8."""
+    """Returns the reasons why vLLM can't compute the model's linear layers in FP8 on devices of
+    type `on`; [] if it can, or need not (rollout.quantization).
+    """
     rollout = config.rollout
     by_vllm = engine_of(rollout).vllm_kernels and backend_of(config).names_linear
     if rollout.quantization == "none" or not by_vllm:
@@ -247,7 +251,9 @@ def _layout_violations(
 
 
 def _output_head(config: RunConfig) -> list[str]:
-    """Lists why log-probs can't be computed with the model's LM head under backend=fsdp."""
+    """Returns the reason why log-probs can't be computed with the model's LM head under
+    backend=fsdp; [] if they can.
+    """
     if config.algorithm.task == "reward_model":
         return []
     try:
@@ -258,8 +264,8 @@ def _output_head(config: RunConfig) -> list[str]:
 
 
 def _adapters(config: RunConfig, model: ModelDescription) -> list[str]:
-    """Lists why the model can't have the configured adapters, or can't start from the adapters in
-    model.lora.path.
+    """Returns the reason why the model can't have the configured adapters, or can't start from the
+    adapters in model.lora.path; [] if there is none.
     """
     lora = config.model.lora
     if not lora.rank or model.tower:
@@ -287,7 +293,9 @@ def _adapters(config: RunConfig, model: ModelDescription) -> list[str]:
 
 
 def _adapted(config: RunConfig, path: str, *, value: bool = False) -> frozenset[str]:
-    """Returns the names of the layers with adapters, without their path, such as q_proj."""
+    """Returns the names of the layers with adapters in the model folder `path`, without their path
+    in the model, such as q_proj. `value`: the model has a value head.
+    """
     lora = config.model.lora
     if backend_of(config).any_decoder:
         model = on_meta(read_config(path), "eager")
@@ -298,8 +306,8 @@ def _adapted(config: RunConfig, path: str, *, value: bool = False) -> frozenset[
 
 
 def _quantised(config: RunConfig) -> list[str]:
-    """Lists why the trained weights can't be exported quantized, if trainer.export_quantised is
-    set.
+    """Returns the reason why the trained weights can't be exported quantized, if
+    trainer.export_quantised is set; otherwise [].
     """
     if not config.trainer.export_quantised:
         return []
@@ -323,7 +331,7 @@ def _engine(config: RunConfig, model: ModelDescription, on: device.Device) -> li
 
 
 def _vllm_on_a_cpu(model: ModelDescription) -> list[str]:
-    """Lists why vLLM's CPU kernels can't run `model`."""
+    """Returns the reason why vLLM's CPU kernels can't run `model`; [] if they can."""
     if latent := model.latent:
         size = latent.key_value_rank + latent.rope_dim
         if size == VLLM_CPU_LATENT_SIZE:
@@ -342,7 +350,9 @@ def _vllm_on_a_cpu(model: ModelDescription) -> list[str]:
 
 
 def _value_models(config: RunConfig, policy: ModelDescription) -> list[str]:
-    """Lists the problems of the critic and of the reward model, if the run has them."""
+    """Returns the problems of the critic and of the reward model, if the run has them; `policy`:
+    the policy, whose vocabulary they must have.
+    """
     found = []
     if config.algorithm.advantage.needs_critic and (
         config.critic.path or config.critic.parallel != config.parallel
@@ -366,7 +376,9 @@ def _value_models(config: RunConfig, policy: ModelDescription) -> list[str]:
 
 
 def _adapters_of_critic(config: RunConfig, path: str) -> list[str]:
-    """Lists why the critic can't have adapters on the policy's targets."""
+    """Returns the reason why the critic, from the folder `path`, can't have adapters on the
+    policy's targets; [] if it can.
+    """
     if not config.model.lora.rank:
         return []
     try:
@@ -457,7 +469,9 @@ def _engines(config: RunConfig, world_size: int) -> str:
 
 
 def slow_modules(config: RunConfig) -> list[str]:
-    """Returns the modules of the chosen backend and engine whose imports take seconds."""
+    """Returns the names of the Python modules of the chosen backend and engine, whose imports take
+    seconds.
+    """
     found = [backend_of(config).module]
     if (
         config.algorithm.task != "rl"

@@ -15,7 +15,7 @@ from rftmega.monitoring.model_card import model_card
 
 
 def refusals(config: RunConfig) -> list[str]:
-    """Lists the reasons why this run could not end successfully."""
+    """Returns a message for each reason why this run could not end successfully."""
     return [*_folders(config), *_exports(config), *_repository(config), *_card(config)]
 
 

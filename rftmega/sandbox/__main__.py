@@ -2,11 +2,11 @@
 standard output.
 
 Input: the line {"size": bytes, "tests": bytes}, then the job as JSON in `size` bytes, then the
-tests in `tests` bytes. The job: "answer", "seconds" (time limit of the whole job), "memory"
-(bytes), "namespaces" (whether they are available: true, false, or null: find out), and either
-"inputs" and "limits" (maximum bytes of output per input), or "inside" for tests (true: in the
-answer's own interpreter). Tests are read only after the answer's process was forked, so its memory
-never holds them.
+tests in `tests` bytes. The job: "answer" (source text of the program under test), "seconds" (time
+limit of the whole job), "memory" (bytes), "namespaces" (whether they are available: true, false, or
+null: find out), and either "inputs" and "limits" (maximum bytes of output per input), or "inside"
+for tests (true: in the answer's own interpreter). Tests are read only after the answer's process
+was forked, so its memory never holds them.
 
 The outcome: "lacks" ("namespaces", "filter", "files" -> true if not available), and one of "passed"
 (whether the tests ran to completion); "outputs" (of the programs that succeeded, up to the first
@@ -54,8 +54,8 @@ EXHAUSTED = (errno.ENOMEM, errno.EAGAIN, errno.ENOSPC, errno.EMFILE, errno.ENFIL
 
 @dataclass
 class Ended:
-    """Ended holds a program's output and its wait status, which is None if the program was killed
-    for exceeding its time or output limit.
+    """Ended is the end of a sandboxed program: its output and its wait status, which is None if the
+    program was killed for exceeding its time or output limit.
     """
 
     status: int | None
@@ -99,8 +99,8 @@ def _outcome(job: dict[str, Any], size: int, lacks: dict[str, bool]) -> dict[str
 
 
 def passes(job: dict[str, Any], size: int) -> dict[str, Any]:
-    """Runs the tests, which have `size` bytes, in a separate process, which queries the answer's
-    process through pipes.
+    """Runs the tests of the job, which have `size` bytes on standard input, in a separate process,
+    which queries the answer's process through pipes.
 
     Returns {"passed": whether the tests ran to completion} or {"unsupported": reason}.
     """
@@ -133,7 +133,8 @@ def passes(job: dict[str, Any], size: int) -> dict[str, Any]:
 
 
 def passes_inside(job: dict[str, Any], tests: str) -> bool:
-    """Returns whether the tests ran to completion in the answer's interpreter.
+    """Returns whether the job's tests ran to completion in the interpreter of the answer (the
+    tested program).
 
     The interpreter proves it with a random token that it receives only after the fork.
     """
@@ -159,8 +160,8 @@ def passes_inside(job: dict[str, Any], tests: str) -> bool:
 
 
 def outputs(job: dict[str, Any]) -> list[str]:
-    """Runs the answer as a program on each input, up to the first failure, and returns the outputs
-    of the programs that succeeded.
+    """Runs the job's answer as a program on each of the job's inputs, up to the first failure, and
+    returns the outputs of the programs that succeeded.
     """
     end, found = time.monotonic() + job["seconds"], []
     for text, limit in zip(job["inputs"], job["limits"], strict=True):
@@ -197,8 +198,9 @@ def execute(
     """Runs `work` in a sandbox until it ends, the time `end` (of time.monotonic) is reached or the
     descriptor `read` yields more than `limit` bytes.
 
-    `stdin`, `stdout`: descriptors of the program's standard streams; `keep`: further descriptors
-    that it keeps open; `started`: called in this process after the fork.
+    `job`: limits and available features of the sandbox; `stdin`, `stdout`: descriptors of the
+    program's standard streams; `keep`: further descriptors that it keeps open; `started`: called in
+    this process after the fork.
     """
     boxes: list[Box] = []
     try:
@@ -211,8 +213,9 @@ def execute(
 
 
 def _watch(box: Box, read: int, limit: int, end: float) -> Ended:
-    """Reads a program's output until its end is reported, it exceeds `limit` bytes or the time
-    `end` is reached.
+    """Reads the output of the sandboxed program `box` from the descriptor `read` until the
+    program's end is reported, the output exceeds `limit` bytes or the time `end` (of
+    time.monotonic) is reached.
 
     Raises Undecidable if no sandboxed program ever ran.
     """

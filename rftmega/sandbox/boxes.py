@@ -22,7 +22,9 @@ PROGRAMS = 2  # maximum per job: the answer and its checker
 
 
 class Undecidable(Exception):
-    """The sandbox itself failed, so the answer can be neither passed nor failed."""
+    """Undecidable is raised if the sandbox itself failed, so the answer (the tested program) can be
+    neither passed nor failed.
+    """
 
 
 @dataclass
@@ -52,6 +54,9 @@ def start(
 ) -> None:
     """Runs `work` in a new sandbox and adds the sandbox to `boxes`; the caller must always call
     `end_all`.
+
+    `job`: limits and available features of the sandbox; `stdin`, `stdout`: descriptors of the
+    program's standard streams; `keep`: further descriptors that it keeps open.
     """
     folder = tempfile.mkdtemp(prefix="rftmega-code-")
     user = (
@@ -108,6 +113,8 @@ def _confine(
 ) -> None:
     """Confines this process, forked by `_middle`, before it runs tested code, and writes CONFINED
     to the pipe `news`.
+
+    `box`: the program's folder; `user`: its user id; other arguments as of `start`.
     """
     for here, there in ((stdin, 0), (stdout, 1)):
         os.dup2(here, there)
@@ -145,8 +152,9 @@ def ask_whether_confined(box: Box) -> None:
 
 
 def _kill_all(boxes: list[Box], *, namespaces: bool) -> None:
-    """Kills programs and their descendants: through process 1 of their namespace, by their user
-    ids, or child by child as they are reparented to this process.
+    """Kills programs and their descendants: through process 1 of their PID namespace (`namespaces`:
+    whether they have one), by their user ids, or child by child as they are reparented to this
+    process.
     """
     for box in boxes:
         with contextlib.suppress(ProcessLookupError):

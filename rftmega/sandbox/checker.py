@@ -1,5 +1,5 @@
-"""The checker's process: runs a label's tests, in which the names that the answer defines refer to
-stand-ins for objects in the answer's process.
+"""The checker's process: runs the tests of a task, in which the names that the answer (the program
+under test) defines refer to stand-ins for objects in the answer's process.
 """
 
 import ast
@@ -26,8 +26,8 @@ MODULES = (
 
 
 class Checker:
-    """Checker queries the answer's process, one line at a time, and writes the verdict to a pipe
-    that no other process can write to.
+    """Checker sends operations on the answer's objects to the answer's process, one JSON line at a
+    time, and writes the verdict on the tests to a pipe that no other process can write to.
     """
 
     def __init__(self, requests: int, replies: int, verdict: int):
@@ -55,6 +55,7 @@ class Checker:
     def ask(self, operation: str, *given: Any, **named: Any) -> Any:
         """Performs an operation on objects in the answer's process and returns its result.
 
+        `operation`: a key of `served.OPERATIONS`, such as "call"; `given`, `named`: its arguments.
         Raises the exception that the operation raised in that process.
         """
         if builtins.input is not self.input or sys.stdin is not self.stdin:
@@ -149,8 +150,8 @@ def exception_type(names: list[str]) -> type[BaseException]:
 
 
 def change(mine: Any, theirs: Any) -> None:
-    """Updates `mine`, a container that was passed to the answer, in place with its contents in the
-    answer's process, `theirs`.
+    """Updates `mine`, a container that was passed to the answer, in place such that it equals
+    `theirs`, the container in the answer's process after the call.
     """
     if type(mine) is not type(theirs):
         return
@@ -180,7 +181,8 @@ def change(mine: Any, theirs: Any) -> None:
 
 
 class StandIn:
-    """StandIn represents an object in the answer's process that is not a plain value.
+    """StandIn represents, in the process that runs the tests, an object of the answer's process
+    that is not a plain value (number, text, container).
 
     A StandIn never equals a plain value: the object's own comparison is never called.
     """
@@ -234,8 +236,9 @@ class StandIn:
         return hash(self._handle)
 
     def _both(self, other: Any) -> Any:
-        """Refuses to compare or combine, because an object of the answer could decide the test's
-        outcome.
+        """Implements comparison and arithmetic with `other`: ends the tests as unsupported if an
+        object of the answer could decide the outcome, otherwise returns NotImplemented, so that
+        Python uses the other operand's method.
         """
         if isinstance(other, StandIn):
             self._checker.unsupported("they compare or combine objects of the answer's own classes")
@@ -254,8 +257,10 @@ class StandIn:
 
 
 def check(tests: str, requests: int, replies: int, verdict: int) -> int:
-    """Runs the tests with the answer's names and writes the verdict PASSED if they run to
+    """Runs the tests with the answer's names and writes PASSED to the pipe `verdict` if they run to
     completion. Returns the exit status 0.
+
+    `requests`, `replies`: pipes to and from the answer's process.
     """
     checker = Checker(requests, replies, verdict)
     names = {name: checker.decode(value) for name, value in checker.read().items()}

@@ -95,7 +95,9 @@ def _visible() -> Iterator[str]:
 
 
 def python_folders() -> list[str]:
-    """Returns the folders of Python and its packages that are not in the system's folders."""
+    """Returns the folders of Python and its packages that are outside the system's folders (such as
+    /usr).
+    """
     return [path for path in _visible() if path not in SYSTEM and path not in DEVICES]
 
 

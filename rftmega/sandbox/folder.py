@@ -1,4 +1,6 @@
-"""Removal of an answer's folder after the answer has ended."""
+"""Removal of the working folder of an answer (the program under test) after the answer
+has ended.
+"""
 
 import contextlib
 import os
@@ -9,7 +11,7 @@ from typing import Any
 
 
 def remove(box: str) -> None:
-    """Removes a folder regardless of the file permissions that the answer has set in it."""
+    """Removes the folder `box` regardless of the file permissions that the answer has set in it."""
 
     def open_up(function: Callable[[str], Any], path: str, error: Any) -> None:
         for each in (os.path.dirname(path), path):

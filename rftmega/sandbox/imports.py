@@ -94,7 +94,9 @@ def import_through(opened: dict[str, int]) -> None:
 
 
 def test_job(job: dict[str, Any]) -> dict[str, Any]:
-    """Returns the job that tests which of the installed modules in MODULES an answer cannot import."""
+    """Returns a copy of `job` (see __main__.py) whose answer is a program that tests which of the
+    installed modules in MODULES an answer cannot import.
+    """
     found = [name for name in MODULES if importlib.util.find_spec(name)]
     told = {
         "answer": TEST,
@@ -107,8 +109,8 @@ def test_job(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def why_not(outputs: list[str]) -> str | None:
-    """Returns the reason why modules cannot be imported, from the outputs of `test_job`; None if
-    all could be imported.
+    """Returns the reason why modules cannot be imported, from the `outputs` of the programs of
+    `test_job`; None if all could be imported.
     """
     if len(outputs) != 1:
         return "not even a program that only imports modules comes to its end in the sandbox"
@@ -138,7 +140,9 @@ def why_not(outputs: list[str]) -> str | None:
 
 
 def origin(name: str) -> str:
-    """Returns the path of a module's file; Python's folder if the module has no file."""
+    """Returns the path of the file of the module `name`; Python's folder if the module
+    has no file.
+    """
     spec = importlib.util.find_spec(name)
     return spec.origin if spec and spec.origin and os.path.exists(spec.origin) else sys.base_prefix
 

@@ -48,7 +48,7 @@ def serve(requests: int, replies: int) -> int:
 
 
 def run(code: str, name: str, space: dict[str, object]) -> bool:
-    """Runs code with the names in `space`, and prints the value of a final expression, or a
+    """Runs code with the global names `space`, and prints the value of a final expression, or a
     traceback. Returns whether the code raised nothing. `name`: file name in tracebacks.
     """
     try:
@@ -79,7 +79,9 @@ def compiled(code: str, name: str) -> tuple[types.CodeType, types.CodeType | Non
 
 
 def told(error: BaseException) -> str:
-    """Returns the traceback from the user code's first frame on, shortened to the innermost frames."""
+    """Returns the text of an exception's traceback from the user code's first frame on, shortened
+    to the innermost frames.
+    """
     trace = error.__traceback__
     while trace is not None and not trace.tb_frame.f_code.co_filename.startswith("<call "):
         trace = trace.tb_next

@@ -17,8 +17,9 @@ AS_ISO = ("datetime", "date", "time")  # in this order: a datetime is a date
 
 
 def encode(value: Any, other: Callable[[Any], Any]) -> Any:
-    """Encodes `value` for json.dumps; `other` is called for a value that is not plain and returns
-    its encoding.
+    """Encodes `value` for json.dumps. `other`: called for a value that is not plain (a number,
+    text, container, or such a value of datetime, decimal, fractions or NumPy); returns its
+    encoding.
 
     Subclasses of plain types become their plain base class.
     """
@@ -54,7 +55,9 @@ def encode(value: Any, other: Callable[[Any], Any]) -> Any:
 
 
 def _of_library(value: Any, other: Callable[[Any], Any]) -> Any:
-    """Encodes values of library modules, such as decimal and NumPy, without importing them."""
+    """Encodes values of library modules, such as decimal and NumPy, without importing these
+    modules. `other`: see `encode`.
+    """
     for module, name in AS_TEXT.items():
         if (held := sys.modules.get(module)) and isinstance(value, getattr(held, name)):
             return [name, str(value)]
@@ -76,9 +79,9 @@ def _of_library(value: Any, other: Callable[[Any], Any]) -> Any:
 
 
 def decode(held: Any, other: Callable[[str, Any], Any]) -> Any:
-    """Decodes a value that `encode` returned.
+    """Decodes `held`, a value that `encode` returned.
 
-    `other` receives tag and content of each value that is not plain, and returns the value.
+    `other`: called with tag and content of each value that is not plain; returns the value.
     """
     if not isinstance(held, list):
         if held is None or isinstance(held, bool | int | float | str):

@@ -9,8 +9,9 @@ from rftmega.sandbox import confine
 
 
 def lacking(namespaces: bool | None) -> dict[str, bool]:
-    """Returns "namespaces", "filter" and "files" (Landlock or a private root), each with whether it
-    is unavailable.
+    """Returns the names of three sandbox features with whether this machine lacks them:
+    "namespaces", "filter" (of system calls) and "files" (access control by Landlock or a private
+    root).
 
     `namespaces`: whether namespaces are available; None: not known, so they are tested.
     """
@@ -41,7 +42,9 @@ def _probe_landlock() -> None:
 
 
 def _try(step: Callable[[], None]) -> bool:
-    """Returns whether `step` raises no exception in a child process, which then exits."""
+    """Returns whether the function `step` raises no exception in a child process, which
+    then exits.
+    """
     child = os.fork()
     if child == 0:
         with contextlib.suppress(BaseException):

@@ -19,7 +19,7 @@ def proof(token: bytes) -> bytes:
 
 
 def run_answer(answer: str) -> dict[str, object]:
-    """Runs the answer as a module and returns its namespace."""
+    """Runs the source text `answer` (the tested program) as a module and returns its namespace."""
     module = types.ModuleType("answer")
     sys.modules["answer"] = module  # dataclasses and pickle look for it
     exec(compile(answer, "<answer>", "exec"), module.__dict__)
@@ -27,7 +27,8 @@ def run_answer(answer: str) -> dict[str, object]:
 
 
 def run_checks(tests: str, space: dict[str, object]) -> None:
-    """Runs the tests with the names in `space`, in a process that does not run the answer.
+    """Runs the source text `tests` with the global names `space`, in a process that does not run
+    the answer.
 
     Exceptions of the tests are not caught.
     """
@@ -61,7 +62,7 @@ def run_tests(answer: str, tests: str, token_fd: int, verdict_fd: int) -> None:
 
 
 def run_program(answer: str) -> int:
-    """Runs the answer as a main program on this process's standard input and output.
+    """Runs the source text `answer` as a main program on this process's standard input and output.
 
     Returns the exit status.
     """

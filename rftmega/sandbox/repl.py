@@ -37,7 +37,9 @@ DRAINED = 1 << 20  # maximum bytes read after a piece has ended: other processes
 
 @dataclass
 class Output:
-    """Output keeps the first and the last bytes of a snippet's output."""
+    """Output keeps the first and the last KEPT bytes of a snippet's output, and counts
+    the bytes.
+    """
 
     first: bytearray = field(default_factory=bytearray)
     last: bytearray = field(default_factory=bytearray)
@@ -68,8 +70,11 @@ class Pipes:
 
 
 def converse(job: dict[str, Any], lacks: dict[str, bool]) -> dict[str, Any]:
-    """Runs snippets of code as they arrive. Returns {} when standard input or the interpreter ends.
-    Raises Undecidable if the sandbox, not the code, failed.
+    """Runs snippets of code as they arrive on standard input. Returns {} when standard input or the
+    interpreter ends. Raises Undecidable if the sandbox, not the code, failed.
+
+    `job`: the job described above; `lacks`: sandbox features that this machine lacks, which the
+    first line of the output reports.
     """
     boxes: list[Box] = []
     try:
@@ -118,8 +123,11 @@ def _await_confinement(box: Box, end: float) -> None:
 
 
 def _run(box: Box, pipes: Pipes, code: bytes, seconds: float) -> dict[str, Any] | None:
-    """Runs a snippet of code and returns its reply; None if standard input closed before the
-    snippet ended.
+    """Runs the snippet `code` and returns its reply, the dictionary to print; None if standard
+    input closed before the snippet ended.
+
+    `box`, `pipes`: sandbox of the interpreter and the pipes to it; `seconds`: time limit of the
+    snippet.
     """
     end = time.monotonic() + seconds
     output, said, well = Output(), b"", False
@@ -162,8 +170,8 @@ def _run(box: Box, pipes: Pipes, code: bytes, seconds: float) -> dict[str, Any] 
 
 
 def _sent(descriptor: int, unsent: bytes) -> bytes:
-    """Writes as many bytes as the pipe accepts. Returns the remaining bytes; b"" if the reader is
-    gone.
+    """Writes as many of the bytes `unsent` as the pipe accepts. Returns the remaining bytes; b"" if
+    the reader is gone.
     """
     try:
         return unsent[os.write(descriptor, unsent) :]
@@ -174,8 +182,8 @@ def _sent(descriptor: int, unsent: bytes) -> bytes:
 
 
 def _read(descriptor: int) -> bytes:
-    """Reads at most HEARD / 2 bytes, so that earlier output of the code cannot hide a reply after
-    it; b"" if the pipe is empty or at its end.
+    """Returns at most HEARD / 2 bytes of the pipe, so that earlier output of the code cannot hide a
+    reply after it; b"" if the pipe is empty or at its end.
     """
     try:
         return os.read(descriptor, HEARD // 2)
@@ -184,8 +192,8 @@ def _read(descriptor: int) -> bytes:
 
 
 def _drain(descriptor: int, output: Output, most: int) -> bool:
-    """Reads the contents of a pipe into `output`, up to about `most` bytes. Returns False at the
-    pipe's end.
+    """Moves the contents of a pipe into `output`, up to about `most` bytes. Returns False at the
+    pipe's end, otherwise True.
     """
     with contextlib.suppress(BlockingIOError):
         while most > 0:
@@ -198,7 +206,9 @@ def _drain(descriptor: int, output: Output, most: int) -> bool:
 
 
 def _receive(box: Box) -> bool:
-    """Appends the bytes on the pipe `box.news` to `box.told`. Returns False at the pipe's end."""
+    """Appends the bytes on the pipe `box.news` to `box.told`. Returns False at the pipe's end,
+    otherwise True.
+    """
     told = os.read(box.news, 8)
     box.told += told
     return bool(told)

@@ -1,5 +1,5 @@
-"""The answer's process: runs the answer, then performs the operations that the checker requests on
-its objects.
+"""The process of the answer (the program under test): runs the answer, then performs the operations
+that the checker requests on its objects.
 """
 
 import contextlib
@@ -24,8 +24,8 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
 
 
 class Served:
-    """Served holds the answer's objects for which the checker has handles (numbers); an object has
-    only one handle.
+    """Served holds the objects of the answer's process that the checker's process can refer to by a
+    number (handle); an object has only one handle.
     """
 
     def __init__(self) -> None:
@@ -70,8 +70,10 @@ class Served:
         return found
 
     def do(self, request: Any) -> dict[str, Any]:
-        """Performs one request of the checker and returns its value or exception, the printed text
-        and the arguments after the call.
+        """Performs one request of the checker. Returns the encoded value or exception, the printed
+        text, and the arguments after the call, which may have changed them.
+
+        `request`: {"do": key of OPERATIONS, "given": arguments, "named": keyword arguments}.
         """
         printed = io.StringIO()
         given, named = (
@@ -105,8 +107,8 @@ def builtin_bases(kind: type) -> list[str]:
 
 
 def serve(answer: str, requests: int, replies: int) -> int:
-    """Runs the answer and sends the names that it defines; then serves requests until the pipe
-    `requests` ends. Returns the exit status 0.
+    """Runs the source text `answer` and sends the names that it defines to the pipe `replies`; then
+    serves requests until the pipe `requests` ends. Returns the exit status 0.
     """
     space = program.run_answer(answer)
     served = Served()

@@ -51,7 +51,7 @@ class Algorithm:
         stop: Callable[[], bool] = lambda: False,
     ) -> PPOTrainer:
         """Builds the trainer that trains with `reward` and, in the same optimizer steps, on the
-        supervised sequences of `ptx`.
+        supervised sequences of `ptx`. `built`: the run's engine, weight sync and models.
 
         `stop`: see Trainer; a run with checkpoints can also be stopped within a step.
         """
@@ -103,7 +103,7 @@ class Algorithm:
 
     @property
     def schedule(self) -> Schedule:
-        """Returns the schedule that splits a rollout batch into epochs and mini-batches."""
+        """Returns the schedule that splits each rollout batch into epochs and mini-batches."""
         return Schedule(
             self.chosen.updates_per_epoch,
             self.chosen.epochs_per_rollout,
@@ -160,6 +160,7 @@ class Algorithm:
 
     def gate(self, built: Machinery) -> GapGate | None:
         """Returns the gate that stops a run on a log-prob mismatch between engine and trainer.
+        `built`: the run's engine, weight sync and models.
 
         Returns None for the scripted engine, which has no model.
         """
@@ -198,7 +199,8 @@ class Algorithm:
 
     def rollout_schedule(self, engine: Any, journal: Journal | None) -> Synchronous:
         """Returns the schedule that decides when completions are generated; in an asynchronous run
-        `engine` must be a RolloutStream as well.
+        `engine` must be a RolloutStream as well. `journal`: the record of a step's results, used to
+        resume within a step; None: the run can only resume between steps.
         """
         most = self.config.trainer.max_staleness
         if not most:
@@ -211,7 +213,8 @@ class Algorithm:
 
     def replay(self, policy: Scorer, host: Host | None = None) -> ReplayMixer | None:
         """Returns the mixer that trains again on completions of earlier steps, or None if replay is
-        off.
+        off. `policy` computes the new old log-probs of these completions; `host` stores them, one
+        copy per host.
         """
         chosen = self.chosen.replay
         if not chosen.max_age:

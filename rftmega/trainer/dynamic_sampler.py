@@ -16,8 +16,9 @@ from rftmega.trainer.group_collector import Wanted
 from rftmega.trainer.prompt_queue import PromptQueue
 
 Ask = Callable[[Sequence[Prompt], Wanted | None], Samples[Ragged]]
-"""Generates and scores completions of the prompts; `group` is the index of a prompt among those
-requested. Groups may be missing once as many as wanted are complete.
+"""Generates and scores completions of the prompts; the samples' `group` is the index of the prompt
+among these prompts. Given a Wanted, generation ends once enough groups are good, and unfinished
+groups are missing.
 """
 
 
@@ -38,9 +39,10 @@ class DynamicSampler:
         """Samples at most `rounds` further times (0: never); completions are compared by the reward
         component `part`, or by the total reward if it is "".
 
-        With `oversample` above 1 each round requests that many times the prompts of a step, and
-        ends when it has enough groups. The first `train_samples` (0: all) completions of each group
-        are compared and trained on; metrics cover all completions.
+        With `oversample` above 1 each round requests `oversample` times as many prompts as a step
+        has, and ends when it has enough groups. The first `train_samples` (0: all) completions of
+        each group are compared and trained on; metrics cover all completions. `host`: stores the
+        joined samples, one copy per host.
         """
         self.rounds, self.part, self.oversample = rounds, part, oversample
         self.train_samples = train_samples
@@ -49,11 +51,12 @@ class DynamicSampler:
     def __call__(
         self, ask: Ask, prompts: Sequence[Prompt], more: PromptQueue
     ) -> tuple[Samples[Ragged], Metrics]:
-        """Returns the samples of as many whole groups as there are `prompts`: the first groups with
-        mixed rewards, in order; and metrics of all completions, including left-out ones.
+        """Returns the samples of as many whole groups (all completions of a prompt) as there are
+        `prompts`: the first groups with mixed rewards, in order; and metrics of all completions,
+        including left-out ones.
 
-        Returns fewer groups if the rounds (or the prompts in `more`) run out, but at least one.
-        `ask` generates and scores completions.
+        Returns fewer groups if the rounds (or the prompts in `more`, the queue of further prompts)
+        run out, but at least one. `ask` generates and scores completions.
 
         Prompts whose groups were unfinished, or had mixed rewards but were not needed, return to
         the head of `more`.
@@ -92,8 +95,8 @@ class DynamicSampler:
         return Samples.join(kept, self.host.once), seen
 
     def good(self, samples: Samples[Ragged]) -> Samples[Ragged]:
-        """Returns the groups that may be trained on, for a schedule that chooses the groups of a
-        step itself.
+        """Returns the groups of `samples` that may be trained on (those with mixed rewards, or all
+        groups if dynamic sampling is off), for a schedule that chooses the groups of a step itself.
         """
         return self._varied(samples) if self.rounds else self.trained(samples)
 
@@ -119,7 +122,7 @@ class DynamicSampler:
 
 
 def groups_in(parts: Sequence[Samples[Ragged]]) -> int:
-    """Returns the number of groups; groups of different `parts` are distinct."""
+    """Returns the number of groups (prompts) in `parts`; groups of different parts are distinct."""
     return sum(len(part.group.unique()) for part in parts)
 
 
@@ -130,8 +133,8 @@ def _first(samples: Samples[Ragged], groups: int) -> Samples[Ragged]:
 
 
 def described(found: Sequence[Samples[Ragged]]) -> Metrics:
-    """Returns metrics averaged over rollouts; all rows of a rollout have the same reward and
-    measures.
+    """Returns the metrics of all completions in `found`, such as mean reward and length, averaged
+    over rollouts; all rows of a rollout have the same reward and measures.
     """
     rollouts = [samples.rollouts for samples in found]
     sums = [

@@ -45,8 +45,9 @@ class ExpectedLengths:
         return [known[prompt.token_ids] for prompt in prompts]
 
     def learn(self, prompts: Sequence[Prompt], rollouts: Sequence[Rollout | None]) -> None:
-        """Records the lengths of completions. Skips a prompt that has an aborted completion (None),
-        since its finished completions are biased towards short ones.
+        """Records the lengths of completions; `rollouts`: one for each of `prompts`. Skips a prompt
+        that has an aborted completion (None), since its finished completions are biased towards
+        short ones.
         """
         found: dict[tuple[int, ...], list[int]] = {}
         broken = {

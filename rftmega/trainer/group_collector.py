@@ -23,8 +23,8 @@ class Wanted(NamedTuple):
 
 
 class GroupCollector:
-    """Collects the completions of `requests`, in which each prompt occurs `size` times in a row,
-    scored by `reward`.
+    """Collects the completions of `requests`, in which each prompt occurs `size` times in
+    succession; `reward` scores them. The completions of one prompt are a group.
     """
 
     def __init__(self, requests: Sequence[Prompt], reward: Reward, size: int):
@@ -33,7 +33,8 @@ class GroupCollector:
     def collected(
         self, rollouts: Sequence[Rollout | None], places: Sequence[int] | None = None
     ) -> Samples[Ragged]:
-        """Returns the scored rows of the groups at the indices `places`, or of all complete groups.
+        """Returns the scored rows of the groups whose indices are in `places`; None: of all
+        complete groups. `rollouts`: one per request, None if unfinished.
 
         The samples' `group` is the index of the group among all groups.
         """
@@ -47,7 +48,8 @@ class GroupCollector:
         return replace(samples, group=torch.tensor(places)[samples.group])
 
     def until(self, wanted: Wanted) -> Enough:
-        """Returns a function that tests whether as many good groups as `wanted` are complete.
+        """Returns a function that tests whether as many good groups as `wanted` requires are
+        complete.
 
         It evaluates each group only once, when the group is complete.
         """

@@ -34,13 +34,14 @@ SO_FAR = " so far"  # suffix for partial completions: the rollout was interrupte
 
 
 class Journal:
-    """Calling a Journal with a name and a function records the function's result; its length is the
-    number of recorded results.
+    """Journal is the record of the results of a step (completions, scores, optimizer steps), used
+    to resume within the step. Calling it with a name and a function records the function's result;
+    its length is the number of recorded results.
     """
 
     def __init__(self, stop: Callable[[], bool] = lambda: False):
         """`stop` is called after each recorded result, on every process, and must return the same
-        value on all processes.
+        value on all processes: True if the run shall stop.
         """
         self.stop = stop
         self._done: list[tuple[str, Any]] = []
@@ -51,13 +52,13 @@ class Journal:
 
     @property
     def behind(self) -> bool:
-        """Returns whether results from before the resume are left, so that the next work was
-        already done or started.
+        """Returns whether results recorded before the resume are still to be replayed, so that the
+        next work of the step was already done or started.
         """
         return bool(self._before)
 
     def begin(self) -> None:
-        """Begins a step.
+        """Starts the record of a new step.
 
         Raises CheckpointError if the previous step has not used all results from before the resume.
         """
@@ -78,7 +79,8 @@ class Journal:
         return result
 
     def replay(self, name: str) -> Any:
-        """Returns the next result from before the resume.
+        """Returns the next result from before the resume, and records it again for this run's
+        checkpoints.
 
         Raises CheckpointError if the result was recorded under another name.
         """
@@ -103,7 +105,8 @@ class Journal:
     def completions(
         self, name: str, requests: int, ask: Callable[[Sequence[int]], Completions]
     ) -> Sequence[Any]:
-        """Returns the completions of all `requests` (their number), recorded under `name`.
+        """Returns the completions of `requests` requests (their number), recorded under `name`;
+        completions from before a resume are not requested again.
 
         `ask` is called with the indices of the requests without a completion, and may raise
         Preempted with some of their completions.
@@ -130,8 +133,8 @@ class Journal:
         return self(name, work)
 
     def mend(self, prompts: Sequence[Prompt]) -> None:
-        """Converts the next recorded completions into rollouts of these prompts, for checkpoints
-        before format 4, which have no rollouts.
+        """Converts the next recorded completions into rollouts of `prompts`, for checkpoints before
+        format 4, which store completions instead of rollouts.
         """
         if self._before and isinstance(self._before[0][1], list):  # of completions
             name, completions = self._before.popleft()
@@ -141,7 +144,9 @@ class Journal:
             self._before.appendleft((name, completions))
 
     def state(self) -> list[list[Any]]:
-        """Returns the recorded results as JSON, except for tensors."""
+        """Returns the recorded results of the step as JSON lists [name, result], except for
+        tensors.
+        """
         return [[name, _packed(result)] for name, result in self._done]
 
     def load_state(self, state: Sequence[Sequence[Any]]) -> None:
@@ -149,9 +154,9 @@ class Journal:
 
 
 class JournaledEngine:
-    """JournaledEngine is an engine that replays rollouts from before a resume. Rollouts that were
-    complete when the run was stopped are not requested again, unless `enough` is given, whose
-    result depends on the order of arrival.
+    """JournaledEngine is an engine that takes rollouts from before a resume from the journal, the
+    record of the step's results. Rollouts that were complete when the run was stopped are not
+    requested again, unless `enough` is given, whose result depends on the order of arrival.
     """
 
     def __init__(self, engine: RolloutEngine, journal: Journal):
@@ -159,7 +164,9 @@ class JournaledEngine:
         self.weight_sync, self.close = engine.weight_sync, engine.close
 
     def answering_with(self, adapter: str) -> AbstractContextManager[None]:
-        """Calls the engine's RolloutEngine.answering_with."""
+        """Makes the engine generate with the adapter named `adapter` within the context; see
+        RolloutEngine.answering_with.
+        """
         return self.engine.answering_with(adapter)
 
     def generate(
@@ -184,8 +191,9 @@ class JournaledEngine:
 
 
 class JournaledPolicy:
-    """JournaledPolicy replays log-probs from before a resume (`optimizer_steps.take_steps` replays
-    optimizer steps). Log-probs in a checkpoint before format 5 are padded.
+    """JournaledPolicy computes log-probs, or takes those from before a resume from the journal, the
+    record of the step's results (`optimizer_steps.take_steps` replays optimizer steps). Log-probs
+    in a checkpoint before format 5 are padded.
     """
 
     def __init__(self, policy: Scorer, journal: Journal):
@@ -209,8 +217,8 @@ class JournaledPolicy:
 
 
 class JournaledValues:
-    """JournaledValues replays the values of a value model from before a resume; `name`: the model's
-    name in the journal.
+    """JournaledValues computes the values of a value model, or takes those from before a resume
+    from the journal, the record of the step's results; `name`: the model's name in the journal.
     """
 
     def __init__(self, model: ValueScorer, journal: Journal, name: str):
@@ -224,8 +232,9 @@ class JournaledValues:
 
 
 class Journaled:
-    """Journaled is a Machinery whose completions and scores are recorded in a journal; weight syncs
-    can be repeated and are not recorded.
+    """Journaled is the Machinery of a run (engine, weight sync and models) whose completions and
+    scores are recorded in a journal, so that the run can resume within a step; weight syncs can be
+    repeated and are not recorded.
     """
 
     def __init__(self, built: Machinery, journal: Journal):

@@ -34,9 +34,9 @@ class Learner:
         host: Host | None = None,
     ):
         """`effective` measures the effective sample size of the importance weights in `loss_fn`;
-        None: the loss has no importance weights. `schedule` splits a rollout batch into
-        mini-batches; None: a single mini-batch. `journal`: see `take_steps`. `host`: stores the
-        experience.
+        None: the loss has no importance weights. `kl`: the KL coefficient, which adapts to the
+        measured KL if it has a target. `schedule` splits a rollout batch into mini-batches; None: a
+        single mini-batch. `journal`: see `take_steps`. `host`: stores the experience.
         """
         self.host = host or OneProcess()
         self.policy, self.loss_fn = policy, loss_fn

@@ -39,7 +39,7 @@ class Trainer:
         self.counts: Metrics = {}
 
     def train_step(self, batch: Any) -> Metrics:
-        """Takes one step, increments `step` and returns metrics."""
+        """Takes one training step on `batch`, increments `step` and returns the step's metrics."""
         raise NotImplementedError
 
     def fit(self, batches: Iterable[Any], *, steps: int) -> None:
@@ -110,11 +110,13 @@ class Trainer:
             callback.on_phase(self, name, self.seconds[name])
 
     def state(self) -> dict[str, Any]:
-        """Returns the state for a resume as JSON, without weights, random states and the data
-        order.
+        """Returns the trainer's state for a resume as JSON; weights, random states and the data
+        order are not part of it.
         """
         return {"step": self.step}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Restores the trainer from `state`, so that it continues after the saved step."""
+        """Restores the trainer from `state`, a value that the method `state()` returned, so that it
+        continues after the saved step.
+        """
         self.step, self.resumed = state["step"], True

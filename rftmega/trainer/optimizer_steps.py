@@ -28,7 +28,9 @@ class Steps(Protocol):
 
 @dataclass(frozen=True)
 class Schedule:
-    """Schedule defines the epochs and mini-batches into which a rollout batch is split."""
+    """Schedule defines the epochs over a rollout batch and the number of mini-batches (optimizer
+    steps) per epoch, `updates_per_epoch`.
+    """
 
     updates_per_epoch: int = 1
     epochs: int = 1
@@ -63,7 +65,9 @@ def take_steps(
     name: str = "policy",
     **settings: Any,
 ) -> Metrics:
-    """Takes an optimizer step on each of `mini_batches` and returns the merged metrics.
+    """Takes an optimizer step on each of `mini_batches` (rows of `experience`, [n] int64) and
+    returns the merged metrics. `name`: the model's name in the journal; `settings`: further
+    arguments of `model.step`.
 
     The rows of `auxiliary` are split over the mini-batches.
 

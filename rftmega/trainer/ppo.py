@@ -49,11 +49,13 @@ class StepSampling:
 class StepParts:
     """Optional components of a training step.
 
-    refill: selects the scored completions to train on. gate: stops the run if the log-probs of
-    engine and trainer differ too much; None accepts any mismatch. late_scoring: take the log-probs
-    before the update from the update's own forward pass instead of a separate pass; valid for one
-    optimizer step per rollout without dropout, replay, or a KL in the reward. journal: the journal
-    of the trainer's engine, maker and learner. schedule: decides when completions are generated.
+    refill: selects the scored completions to train on. replay: adds completions of earlier steps.
+    model_reward: adds the scores of a reward model. gate: stops the run if the log-probs of engine
+    and trainer differ too much; None accepts any mismatch. late_scoring: take the log-probs before
+    the update from the update's own forward pass instead of a separate pass; valid for one
+    optimizer step per rollout without dropout, replay, or a KL in the reward. journal: the record
+    of the step's results that the trainer's engine, maker and learner share, used to resume within
+    a step. schedule: decides when completions are generated.
     """
 
     refill: DynamicSampler = field(default_factory=lambda: DynamicSampler(0))
@@ -99,7 +101,9 @@ class PPOTrainer(Trainer):
         callbacks: Sequence[Callback] = (),
         stop: Callable[[], bool] = lambda: False,
     ):
-        """`parts`: optional components. `callbacks` and `stop`: see Trainer."""
+        """`maker` computes the experience of scored completions, `learner` updates the models on
+        it. `parts`: optional components. `callbacks` and `stop`: see Trainer.
+        """
         super().__init__(callbacks=callbacks, stop=stop, journal=parts.journal)
         self.engine, self.weights, self.reward, self.model_reward = (
             engine,
@@ -148,7 +152,8 @@ class PPOTrainer(Trainer):
         return parts if self.replay is None else parts | {"replay": self.replay}
 
     def train_step(self, batch: Sequence[Prompt]) -> Metrics:
-        """Takes one step: rollout, scoring, update, weight sync.
+        """Takes one training step on the prompts of `batch`: rollout, scoring, update, weight sync.
+        Returns the step's metrics.
 
         Dynamic sampling takes prompts for replacement groups from `supply` and returns unused
         prompts to it.
@@ -203,7 +208,9 @@ class PPOTrainer(Trainer):
     def _complete(
         self, samples: Samples[Ragged], scored: "ScoredStep", whole: Experience[Ragged]
     ) -> None:
-        """Completes `scored` with the log-probs that the update's own forward pass found."""
+        """Completes `scored` with the log-probs that the update's own forward pass computed.
+        `whole`: the experience of `samples` with these log-probs.
+        """
         scored.experience, scored.gap = whole, self._gap(samples, whole)
 
     def _join(self) -> None:
@@ -226,9 +233,9 @@ class PPOTrainer(Trainer):
         return self.gate.check(samples, logp, self.step)
 
     def rollout(self, prompts: Sequence[Prompt], wanted: Wanted | None = None) -> Samples[Ragged]:
-        """Returns `samples_per_prompt` scored completions per prompt, the same ones whenever these
-        tasks run with this seed and these weights. With `wanted`, generation ends once enough
-        groups are good, and only complete groups are returned.
+        """Returns `samples_per_prompt` scored completions per prompt; the same prompts, seed and
+        weights give the same completions. With `wanted`, generation ends once enough groups are
+        good, and only complete groups are returned.
         """
         groups = self.groups(prompts)
         requests = [group.prompt for group in groups for _ in group.seeds]
@@ -249,13 +256,15 @@ class PPOTrainer(Trainer):
         return groups_of(prompts, seed=self.seed, samples_per_prompt=self.samples_per_prompt)
 
     def begin(self, stream: RolloutStream, groups: Sequence[RolloutGroup]) -> None:
-        """Starts the rollouts of groups on the stream; completions are scored as they arrive."""
+        """Starts the rollouts of `groups` on `stream`; completions are scored as they arrive."""
         stream.begin(groups, sampling=Sampling(self.temperature), reward=self._at_once)
 
     def collected(
         self, requests: Sequence[Prompt], rollouts: Sequence[Rollout | None]
     ) -> Samples[Ragged]:
-        """Returns the scored rows of all complete groups in these rollouts."""
+        """Returns the scored rows of all complete groups in `rollouts`; `requests`: the prompt of
+        each rollout.
+        """
         self.lengths.learn(requests, rollouts)
         versions = {own for rollout in rollouts if rollout for own in rollout.versions}
         oldest = self.schedule.oldest(self.step)

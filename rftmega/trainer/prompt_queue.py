@@ -46,7 +46,7 @@ class PromptQueue(Iterator[list[Prompt]]):
         self._waiting.extendleft(reversed(prompts))
 
     def lacks(self, prompts: Sequence[Prompt]) -> list[Prompt]:
-        """Returns those of `prompts` that are not in the queue."""
+        """Returns the prompts among `prompts` that are not in the queue."""
         waiting = {prompt.task for prompt in self._waiting}
         return [prompt for prompt in prompts if prompt.task not in waiting]
 
@@ -55,8 +55,8 @@ class PromptQueue(Iterator[list[Prompt]]):
         self._waiting = deque(each for each in self._waiting if each.task not in {*tasks})
 
     def state(self) -> dict[str, Any]:
-        """Returns the state for a resume, without the position of the source, which is after the
-        prompts in the queue.
+        """Returns the queue's state for a resume, without the position of the source, which is
+        after the prompts in the queue.
 
         The batch size is not part of the state: the first batch of the resumed run's source
         determines it.

@@ -26,7 +26,7 @@ class PTX:
         return Auxiliary("ptx", given(next(iter(self.order))), self.loss_fn, self.coef)
 
     def state(self) -> Any:
-        """Returns the position in the data order."""
+        """Returns the position in the data order, for a resume."""
         return self.order.state()
 
     def load_state(self, state: Any) -> None:

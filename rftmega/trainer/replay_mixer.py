@@ -26,8 +26,9 @@ class ReplayMixer:
     def __init__(
         self, policy: Scorer, buffer: ReplayBuffer, *, max_age: int, own_routes: bool = False
     ):
-        """`own_routes`: ignore recorded expert routes and use those that the policy chooses each
-        time rows are scored.
+        """`policy` computes the new old log-probs; `buffer` stores the completions of earlier
+        steps. `own_routes`: ignore recorded expert routes and use those that the policy chooses
+        each time rows are scored.
         """
         self.own_routes = own_routes
         self.policy, self.buffer, self.max_age = policy, buffer, max_age
@@ -82,7 +83,9 @@ class ReplayMixer:
 
 
 def _staleness(experience: Experience[Ragged], step: int) -> float:
-    """Returns the mean age of the sampled tokens, in steps."""
+    """Returns the mean age of the sampled tokens: by how many versions the policy that sampled them
+    is behind `step`.
+    """
     assert experience.versions is not None
     versions = experience.versions.flat
     return (step - versions[versions >= 0].double()).mean().item()

@@ -61,14 +61,17 @@ class Synchronous:
         return step - self.max_staleness
 
     def join(self) -> None:
-        """Waits until all completions in progress have arrived; this schedule has none."""
+        """Waits until all completions in progress have arrived; this schedule never has any after
+        its step's rollout phase.
+        """
 
     def state(self) -> dict[str, Any]:
         return {}
 
     def load_state(self, trainer: Rolls, state: dict[str, Any]) -> None:
-        """Restores the schedule after a resume. Prompts that another schedule had in flight and has
-        not trained on are put at the head of the trainer's queue.
+        """Restores the schedule after a resume. `state`: a value that the method `state()` of any
+        schedule returned; prompts that another schedule had in flight and has not trained on are
+        put at the head of the trainer's queue.
         """
         prompts = [Prompt.from_state(prompt) for _, prompt, _ in state.get("under_way", ())]
         if lacking := trainer.supply.lacks(prompts):
@@ -188,7 +191,9 @@ class Asynchronous(OneAhead):
         return missing
 
     def _take(self, step: int, waits: int, most: int) -> TakenGroups:
-        """Waits for `most` groups and returns them; `waits`: number of earlier waits in this step."""
+        """Waits for `most` groups to finish and returns them; `step`: number of finished steps;
+        `waits`: number of earlier waits in this step.
+        """
         return self.stream.take(most)
 
 
@@ -245,7 +250,7 @@ class Replayed(Asynchronous):
 
     def _told(self, step: int) -> TrainedGroups | None:
         """Returns the recorded groups of the step that follows `step` finished steps; None after
-        the end of the record.
+        the end of the record. Raises ConfigError if the record begins after this step.
         """
         first, last = min(self.order), max(self.order)
         if step + 1 < first:
@@ -311,8 +316,8 @@ def _collected(trainer: Rolls, taken: TakenGroups) -> Samples[Ragged]:
 
 
 class JournaledStream:
-    """JournaledStream is a RolloutStream that replays groups taken before a resume from the
-    journal, and includes groups in flight in checkpoints.
+    """JournaledStream is a RolloutStream that takes groups from before a resume from the journal
+    (the record of the step's results), and includes groups in flight in checkpoints.
     """
 
     def __init__(self, stream: RolloutStream, journal: Journal | None):
@@ -354,7 +359,9 @@ class JournaledStream:
         return self._snapshot()()
 
     def _snapshot(self) -> Callable[[], dict[str, Any]]:
-        """Returns a function that packs the state at the time of this call."""
+        """Returns a function that packs, as `state` does, the groups in flight and finished at the
+        time of the call of `_snapshot`.
+        """
         under_way, ended = self.under_way, self.stream.ended()
         unfinished = self.stream.unfinished()
 
@@ -373,8 +380,8 @@ class JournaledStream:
         return packed
 
     def load_state(self, state: dict[str, Any]) -> list[RolloutGroup]:
-        """Restores finished groups and partial rollouts. Returns the groups that must be started
-        again.
+        """Restores finished groups and partial rollouts from `state`, a value that the method
+        `state()` returned. Returns the groups that must be started again.
         """
         groups = {
             number: RolloutGroup(number, Prompt.from_state(prompt), tuple(seeds))
@@ -386,7 +393,9 @@ class JournaledStream:
         return list(groups.values())
 
     def _put(self, groups: Mapping[int, RolloutGroup], state: dict[str, Any]) -> None:
-        """Restores finished groups and the partial rollouts of unfinished groups."""
+        """Restores the finished groups and the partial rollouts of unfinished groups that `state`
+        has. `groups`: the groups in flight, by number.
+        """
         rollouts = complete(unpacked_completions(state["rollouts"])) if state["ended"] else ()
         left = iter(rollouts)
         for number in state["ended"]:

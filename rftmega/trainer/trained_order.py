@@ -34,16 +34,16 @@ class TrainedGroups:
         )
 
     def differing(self, other: "TrainedGroups") -> int:
-        """Returns the number of groups of `other` whose tokens have other policy versions in this
-        record.
+        """Returns how many groups of `other`, a record of the same step, have tokens of other
+        policy versions there than in this record.
         """
         ours = _by_number(self)
         return sum(ours.get(number) != own for number, own in _by_number(other).items())
 
 
 def read_order(path: str | Path) -> dict[int, TrainedGroups]:
-    """Reads the file that `monitoring.observers.trained_order` wrote. Returns step number, counted as in
-    metrics.jsonl -> groups of the step. Assumes a validated file.
+    """Reads the file that `monitoring.observers.trained_order` wrote. Returns the groups of each
+    step, by step number, counted as in metrics.jsonl. The file must have been validated before.
     """
     lines = [json.loads(line) for line in Path(path).read_text().splitlines() if line]
     return {

@@ -25,7 +25,9 @@ from rftmega.weights.slice_sums import sum_of
 
 
 class AdapterPairs:
-    """AdapterPairs gathers all LoRA matrices of the policy on every process."""
+    """AdapterPairs gathers the LoRA matrices of the policy, whose shards the processes of
+    `adapters.group` hold, on every process. `bucket_bytes`: most bytes that are gathered at a time.
+    """
 
     def __init__(self, adapters: AdapterSource, *, bucket_bytes: int):
         held = adapters.held
@@ -53,8 +55,8 @@ class AdapterPairs:
         return pairs, self._sent
 
     def checksums(self) -> list[SliceChecksums]:
-        """Returns one SliceChecksums per LoRA matrix, with the matrix's checksum now and in the
-        last push; a collective.
+        """Gathers the LoRA matrices, a collective, and returns for each matrix its checksum now and
+        in the last push, as a SliceChecksums.
         """
         now = self.gathered()
         found = []
@@ -65,9 +67,9 @@ class AdapterPairs:
         return found
 
     def everybodys(self, good: bool, *numbers: int) -> list[bool]:
-        """Returns a list of flags that is the same on all processes: first whether `good` is true
-        on all processes, then for each of `numbers` whether it is equal on all processes; a
-        collective.
+        """Compares values between processes, a collective with the same result on all of them.
+        Returns a list of flags: first whether `good` is true on every process, then for each of
+        `numbers` (e.g. checksums) whether it is equal on every process.
         """
         mine = torch.tensor([int(good), *numbers], device=self._where)
         least, most = mine.clone(), mine.clone()
@@ -91,7 +93,8 @@ class AdapterEngine(Protocol):
 
     def load_adapter(self, pairs: dict[str, Tensor], said: dict[str, Any], *, version: int) -> None:
         """Replaces the adapter with the matrices `pairs`, by their PEFT names. `said`: PEFT's
-        adapter config.
+        adapter config; `version`: the weight version that the engine reports for its completions
+        from now on.
         """
         ...
 
@@ -109,7 +112,10 @@ class AdapterWeights:
         *,
         bucket_bytes: int,
     ):
-        """`base`: the WeightSync of the frozen base model."""
+        """`base`: the WeightSync of the frozen base model; `adapters`: this process's shards of the
+        LoRA matrices; `engine`: the engine in this process; `bucket_bytes`: most bytes that are
+        gathered at a time.
+        """
         self.base, self.engine = base, engine
         self._pairs = AdapterPairs(adapters, bucket_bytes=bucket_bytes)
 
@@ -120,11 +126,11 @@ class AdapterWeights:
         return [*self.base.checksums(), *self._pairs.checksums()]
 
     def push(self, *, version: int) -> Metrics:
-        """Makes every engine generate under `version`, with the frozen base model and the current
-        adapters. The base model is sent only if an engine has lost its weights. After a failure on
+        """Loads the current adapters into the engine of every process as weight version `version`.
+        The frozen base model is sent first if an engine has lost its weights. After a failure on
         any process, no engine generates until a push succeeds on all processes.
 
-        Raises the same errors as `EngineWeights.push`.
+        Returns metrics of the push. Raises the same errors as `EngineWeights.push`.
         """
         begin = time.perf_counter()
         metrics: Metrics = {}

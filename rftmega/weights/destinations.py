@@ -20,14 +20,14 @@ log = logging.getLogger(__name__)
 
 
 class Destinations(Protocol):
-    """Access to an engine's parameters during a weight load. Call the methods only from within the
-    iterator of tensors that the loader reads; `watch` and `fill` apply until that load ends.
+    """Access to an engine's parameters while its loader reads weights. Call the methods only from
+    within the iterator of tensors that the loader reads; `watch` and `fill` apply until that load
+    ends.
     """
 
     def bare(self) -> Mapping[str, Tensor]:
-        """Returns all parameters by name, on the meta device.
-
-        The engine keeps its own weights whatever the loader does to these meta parameters.
+        """Returns the engine's parameters by name, on the meta device, for a load that is only
+        recorded: the engine keeps its own weights whatever the loader writes to these parameters.
         """
         ...
 
@@ -38,8 +38,10 @@ class Destinations(Protocol):
         ...
 
     def fill(self, name: str, filling: ReceivedFill) -> None:
-        """Calls `filling.into` with the parameter `name`: once on the meta device, to count its
-        elements, and once with real memory, to copy the elements.
+        """Lets the engine fill the parameter `name` from `filling`, i.e. from received slices and
+        this process's shards, instead of from tensors. The engine calls `filling.into` with the
+        parameter: once on the meta device, to count its elements, and once with real memory, to
+        copy the elements.
         """
         ...
 
@@ -50,7 +52,8 @@ def recorded(
     destinations: Destinations,
 ) -> LoadRecorder:
     """Runs one load of `tensors` on the meta device and returns a LoadRecorder with the copies that
-    the engine's loader made.
+    the engine's loader made. `trace_load`: runs the loader on an iterator of (HF name, tensor);
+    `destinations`: access to the parameters of the same engine.
     """
     recorder = LoadRecorder()
     named = [(name, recorder.tensor(name, dtype, shape)) for name, dtype, shape in planned(tensors)]
@@ -70,11 +73,12 @@ def recorded(
 
 
 class Recording:
-    """Recording maps a bucket's tensors to copies into the engine's parameters, and lists the
-    tensors that must go through the engine's loader.
+    """Recording holds the copies of HF tensors into the engine's parameters that the engine's
+    loader made in one traced load; a push replays them instead of running the loader. It also lists
+    the tensors that must go through the loader, since the loader does more than copy them.
 
-    A recording is used only after `prove` has compared its copies with the result of a push that
-    went through the loader.
+    A push uses the recording only after `prove` has compared the recorded copies with the result of
+    a push that went through the loader.
     """
 
     def __init__(self, recorder: LoadRecorder, shards: LocalShards):
@@ -90,8 +94,10 @@ class Recording:
     def of_bucket(
         self, number: int, tensors: Sequence[LogicalTensor], receives: Mapping[int, Layout]
     ) -> tuple[list[Fill], list[Part]]:
-        """Returns the fills (copies into parameters) of bucket number `number`, and its HF tensors
-        that must go through the loader. `receives`: layout of the message from each source process.
+        """Returns the copies into parameters (Fill) of bucket number `number`, and the HF tensors
+        of the bucket that must go through the loader, as (LogicalTensor, index of the HF tensor in
+        it). `tensors`: the bucket's tensors; `receives`: layout of the message from each source
+        process.
         """
         if number not in self._fills:
             by_loader = [
@@ -107,8 +113,9 @@ class Recording:
         return self._fills[number]
 
     def prove(self, proof: Proof) -> None:
-        """Marks the recording as proven after a complete push by the loader. Parameters that the
-        recorded copies do not reproduce are left to the loader.
+        """Marks the recording as proven after a complete push by the loader, whose result `proof`
+        has compared with the recorded copies. Parameters that the copies do not reproduce are left
+        to the loader.
         """
         if refuted := proof.refuted():
             log.warning(

@@ -7,15 +7,17 @@ from rftmega.core.shards import Box
 
 
 def needed_boxes(rule: Rule, rank: int, ranks: int) -> tuple[tuple[int, Box], ...]:
-    """Returns (number of the HF tensor within `rule`, block of it) for each slice that
-    tensor-parallel rank `rank` of a vLLM engine with `ranks` ranks loads.
+    """Returns the slices that tensor-parallel rank `rank` of a vLLM engine with `ranks` ranks loads
+    of the HF tensors of `rule`, the conversion rule of one Megatron parameter. A slice is (index of
+    the HF tensor within the rule, block (box) of the tensor).
     """
     stored = (rule.stored(each) for each in _needed(rule, rank, ranks))
     return tuple((each.part, segment_box(rule, each)) for each in stored)
 
 
 def _needed(rule: Rule, rank: int, ranks: int) -> tuple[Segment, ...]:
-    """Returns the segments of the rule's HF tensors that tensor-parallel rank `rank` loads.
+    """Returns the segments of the HF tensors of `rule` that tensor-parallel rank `rank` of `ranks`
+    loads.
 
     Query heads are split into blocks; key-value heads too, or replicated if there are fewer heads
     than ranks; columns, rows and vocabulary (padded to 64) are split into blocks; all other tensors

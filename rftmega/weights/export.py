@@ -41,17 +41,17 @@ def export_hf_folder(
     classifier: bool = False,
     quantised: bool = False,
 ) -> None:
-    """Writes the weights to `target` as indexed safetensors shards, with the config and tokenizer
-    files of `source`.
+    """Writes the weights that `exporter` gathers to the folder `target` as indexed safetensors
+    shards, with the config and tokenizer files of the HF folder `source`.
 
     `classifier`: the weights are a value model's, which `transformers` calls a sequence classifier
     with one label. `quantised`: store the weights that are quantised in `source` as 8-bit numbers
     with scales.
 
-    A collective. Only the process with `write` set writes files: into a temporary folder, which is
-    renamed when complete, so `target` is never half-written. An earlier export in `target` is
-    replaced; other files there stay (`export_folder`). Raises CheckpointError on all processes if
-    the export fails.
+    A collective: every process calls it, but only the process with `write` set writes files. It
+    writes into a temporary folder, which is renamed when complete, so `target` is never
+    half-written. An earlier export in `target` is replaced; other files there stay
+    (`export_folder`). Raises CheckpointError on all processes if the export fails.
     """
 
     def written(tensors: Iterator[tuple[str, Tensor]]) -> None:
@@ -99,8 +99,9 @@ def rehearse_hf_folder(
 
 
 def gather_to(exporter: Exporter, target: str | Path, write: Write | None) -> None:
-    """Gathers the whole HF tensors, a collective, and passes them to `write` on the process where
-    `write` is not None; `write` stores the tensors in `target`.
+    """Gathers the whole HF tensors from the shards of all processes, a collective, and passes an
+    iterator of (name, tensor) to `write` on the process where `write` is not None. `target`: the
+    path that `write` stores the tensors in, for error messages.
 
     Raises CheckpointError on all processes if the export fails.
     """

@@ -27,8 +27,9 @@ class Exporter:
     """
 
     def __init__(self, shards: Sequence[Shard], group: Any, *, bucket_bytes: int):
-        """Gathers once which process of `group`, a replica of the model, holds which shard; a
-        collective. `bucket_bytes`: most bytes that are gathered at a time.
+        """Finds out which process of `group` (the processes of one replica of the model; None: all
+        processes) holds which block of which tensor; a collective. `shards`: the shards of this
+        process; `bucket_bytes`: most bytes that are gathered at a time.
         """
         self.group = group
         self._shards = LocalShards(shards)

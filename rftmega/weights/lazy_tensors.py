@@ -33,8 +33,9 @@ class LazyTensor(Tensor):
     def of(
         shape: tuple[int, ...], dtype: torch.dtype, fetch: Fetch, home: torch.device
     ) -> "LazyTensor":
-        """Creates a lazy tensor of the given shape and dtype. Elements that a computation needs are
-        placed on the device `home`.
+        """Creates a lazy tensor of the given shape and dtype. `fetch(box, out)`: function that
+        writes the elements of a block (box) to `out`; `home`: device for elements that a
+        computation needs.
         """
         return _like(torch.empty(shape, dtype=dtype, device="meta"), fetch, torch.Size(shape), home)
 
@@ -71,9 +72,9 @@ def _like(plain: Tensor, fetch: Fetch, whole: torch.Size, home: torch.device) ->
 
 
 def _as_views(found: Any, origin: LazyTensor) -> Any:
-    """Returns the result `found` of an operation on `origin` with its tensors turned into lazy
-    views of `origin`, or unchanged if it contains no tensor. Returns None if a tensor in `found` is
-    no view of `origin`.
+    """Returns `found`, the result of an operation on `origin`, with its tensors turned into lazy
+    views of `origin`; a result without tensors is returned unchanged. Returns None if a tensor in
+    `found` is no view of `origin`.
     """
     if isinstance(found, Tensor):
         same = (
@@ -127,8 +128,9 @@ def _box(view: LazyTensor) -> Box | None:
 
 
 def box_of(whole: Sequence[int], view: Tensor) -> Box | None:
-    """Returns the block (box) that `view` covers of a contiguous tensor of shape `whole`, or None
-    if the view covers no block (e.g. transposed, or with another number of dimensions).
+    """Returns the block (box), i.e. the index range along each dimension, that `view` covers of a
+    contiguous tensor of shape `whole`; None if the view covers no block (e.g. transposed, or with
+    another number of dimensions).
     """
     return _box_of(
         tuple(whole), tuple(view.shape), tuple(view.stride()), int(view.storage_offset())

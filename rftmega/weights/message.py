@@ -62,8 +62,8 @@ class Alike(NamedTuple):
 
 
 class Layout:
-    """Layout holds the byte offset of each slice in a message. It is computed once, identically by
-    sender and receiver.
+    """Layout holds the byte offset of each slice in a message (`places`) and the message's size.
+    Sender and receiver compute the same layout once from the same list of slices.
     """
 
     def __init__(self, slices: Sequence[TensorSlice]):
@@ -91,8 +91,8 @@ def message_for(layout: Layout, device: torch.device) -> Tensor:
 
 
 def written(message: Tensor, layout: Layout, version: int, slices: list[Tensor]) -> Tensor:
-    """Writes the push's version, the slices and their checksums into `message`.
-    Returns `message`.
+    """Writes the push's version, the elements of the slices and their checksums into `message`, and
+    returns `message`. `slices`: the elements of each slice, in the order of `layout`.
     """
     for alike in layout.alike:
         copy_together(alike.slices(message), slices[alike.first : alike.first + alike.number])
@@ -126,13 +126,15 @@ def opened(message: Tensor, layout: Layout) -> Iterator[tuple[TensorSlice, Tenso
 
 
 def sums_of(message: Tensor, layout: Layout) -> Tensor:
-    """Returns a copy of the checksums stored in the message's header, [slices]."""
+    """Returns a copy of the slices' checksums that the sender stored in the message's header,
+    [number of slices] int64.
+    """
     return _header(message, layout)[1:].clone()
 
 
 def checksums_of(message: Tensor, layout: Layout) -> Tensor:
     """Computes the checksum of each slice in a message, including the slice's padding. Returns
-    [slices].
+    [number of slices] int64.
     """
     return torch.cat([checksums(alike.stored(message)) for alike in layout.alike])
 

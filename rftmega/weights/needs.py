@@ -18,15 +18,16 @@ Needs = dict[str, list[Box]]  # HF name -> boxes that an engine reads, which do 
 
 
 def needs_of(asked: Mapping[str, Sequence[Box]]) -> Needs:
-    """Returns the needs of an engine, as disjoint blocks, for the blocks (boxes) that its loader
-    read, by HF name; these may overlap.
+    """Returns which blocks (boxes) of each HF tensor an engine needs, without overlaps. `asked`:
+    the blocks that the engine's loader has read, by HF name; these may overlap.
     """
     return {name: disjoint(boxes) for name, boxes in asked.items()}
 
 
 def everybodys(needs: Needs) -> tuple[list[Needs], list[int]]:
-    """Gathers the needs of all processes' engines; a collective. Returns the distinct needs, and
-    for each process the index of its needs among these. Identical needs are sent only once.
+    """Gathers the needs of all processes' engines, i.e. the blocks of each HF tensor that an engine
+    reads; a collective. Returns the distinct needs, and for each process the index of its needs
+    among these. Each distinct value is sent only once.
     """
     said = sorted(needs.items())
     digests = gather_objects(hashlib.sha256(repr(said).encode()).digest())
@@ -43,8 +44,9 @@ def everybodys(needs: Needs) -> tuple[list[Needs], list[int]]:
 def planned_moves(
     buckets: Sequence[list[LogicalTensor]], kinds: Sequence[Needs], kind_of: Sequence[int]
 ) -> Iterator[Iterator[Transfer]]:
-    """Yields, for each bucket, an iterator over its transfers. Read the iterators in order: the
-    choice of a sender depends on the transfers before.
+    """Yields, for each of `buckets` (tensors that are sent together), an iterator over the
+    transfers of slices between ranks. Read the iterators in order: the choice of a sender depends
+    on the transfers before.
 
     `kinds`: the distinct needs of engine ranks; `kind_of`: for each rank, the index of its needs in
     `kinds`. Identical layers are planned only once.

@@ -41,8 +41,9 @@ class Transfer(NamedTuple):
 
 
 def cuts(tensor: LogicalTensor, needs: RankNeeds) -> list[Cut]:
-    """Returns the blocks (boxes) that must be moved: each rank's needs minus its own shard, split
-    so that all elements of a block have the same holders.
+    """Returns the blocks (boxes) of `tensor` that must be moved: the blocks that each rank needs
+    minus the blocks that it holds, split so that all elements of a block have the same holders.
+    `needs`: for each rank, the blocks that its engine reads.
 
     Raises ValueError if no rank holds a needed element.
     """
@@ -81,8 +82,9 @@ class Balance:
     )
 
     def transfers(self, tensor: LogicalTensor, needs: RankNeeds) -> Iterator[Transfer]:
-        """Yields the transfers that meet `needs` of `tensor`. A slice with several holders is split
-        (PIECE_BYTES); each part is sent by the holder that has sent the fewest bytes so far.
+        """Yields the transfers that bring each rank the blocks of `tensor` that it needs (`needs`)
+        and does not hold. A slice with several holders is split (PIECE_BYTES); each part is sent by
+        the holder that has sent the fewest bytes so far.
         """
         # Layers of one stage share these objects and are cut alike. The cache keeps references to
         # them, so that ids stay valid.
@@ -105,7 +107,7 @@ class Balance:
 
 def _pieces(box: Box, itemsize: int) -> Iterator[Box]:
     """Splits a block (box) along its first dimension into parts of at most PIECE_BYTES (at least
-    one row), and yields them; yields the block unchanged if `itemsize` is 0.
+    one row), and yields them. `itemsize`: bytes per element; 0: the block is yielded unchanged.
     """
     (start, stop), *rest = box
     row = math.prod(shape_of(tuple(rest))) * itemsize
@@ -115,8 +117,8 @@ def _pieces(box: Box, itemsize: int) -> Iterator[Box]:
 
 
 def spread(values: Mapping[int, int], ranks: Sequence[int]) -> float:
-    """Returns the largest of the ranks' values (e.g. bytes sent) divided by their mean; 1 means
-    perfectly balanced.
+    """Returns how unevenly `values` (e.g. bytes sent, by rank) are distributed over `ranks`: the
+    largest value divided by the mean; 1 means perfectly balanced.
     """
     seen = [values.get(rank, 0) for rank in ranks]
     return max(seen) * len(seen) / sum(seen) if any(seen) else 1.0

@@ -67,8 +67,8 @@ class Loader(Protocol):
 
 
 class PushBucket(NamedTuple):
-    """PushBucket is a group of tensors that are loaded consecutively, with the messages that this
-    process sends and receives for them.
+    """PushBucket is a group of tensors that are loaded consecutively, with the layouts of the
+    messages that this process sends and receives for them.
     """
 
     tensors: list[LogicalTensor]
@@ -83,7 +83,9 @@ class EngineWeights:
 
     def __init__(self, shards: Sequence[Shard], engine: Loader, *, bucket_bytes: int):
         """Runs the engine's loader once to record what it reads, and plans the push; a collective
-        over all processes. The engine's weights are lost. `bucket_bytes`: most bytes of a bucket.
+        over all processes. The engine's weights are lost. `shards`: the trainer's shards of this
+        process; `engine`: the engine in this process; `bucket_bytes`: most bytes of the tensors
+        that are sent together.
 
         Raises EngineError for a tensor that no engine reads: policy and engine would not be the
         same model.
@@ -109,18 +111,19 @@ class EngineWeights:
         self._sums = SliceSums()  # checksums of the last push
 
     def checksums(self) -> list[SliceChecksums]:
-        """Returns the checksums of every slice of the last push; a collective. The policy's weights
-        must be on the device.
+        """Returns for every slice of the last push its checksums: of the trainer's weights now, as
+        sent and as received; a collective. The policy's weights must be on the device.
         """
         return self._sums.compared(self.shards)
 
     def push(self, *, version: int) -> Metrics:
-        """Makes every engine generate under `version`. After a failure on any process, no engine
-        generates until a push succeeds on all processes.
+        """Sends the trainer's current weights to the engines of all processes, as weight version
+        `version`. After a failure on any process, no engine generates until a push succeeds on all
+        processes.
 
-        Raises the error of this process's engine, or EngineError. A push that failed may be
-        repeated if all processes are alive. Other errors in moving weights (e.g. no memory for a
-        message) are raised unchanged, and this process can't continue.
+        Returns metrics of the push. Raises the error of this process's engine, or EngineError. A
+        push that failed may be repeated if all processes are alive. Other errors in moving weights
+        (e.g. no memory for a message) are raised unchanged, and this process can't continue.
         """
         begin = time.perf_counter()
         self.engine.invalidate()
@@ -232,7 +235,7 @@ class _Passage:
         self.over = True
 
     def finish(self) -> None:
-        """Ends the push after the engine has returned from its load.
+        """Checks, after the engine has returned from its load, that the push is complete.
 
         Raises EngineError if the engine did not read all tensors or left a parameter unfilled.
         """
@@ -249,10 +252,11 @@ class _Passage:
     def _opened(
         self, number: int, bucket: PushBucket, came: dict[int, Tensor]
     ) -> Iterator[tuple[str, Tensor]]:
-        """Verifies the messages `came` of bucket `number`, and yields its tensors for the loader.
+        """Verifies the messages of bucket `number` (`came`, by source process), and yields the
+        bucket's tensors for the loader.
 
-        The bucket's messages are freed with this generator, before the bucket after the next is
-        posted.
+        The messages are freed when this generator ends, before the transfer of the bucket after the
+        next starts.
         """
         for source, message in came.items():
             refuse_damaged(message, bucket.receives[source], self.version, source)
@@ -385,7 +389,8 @@ def _plan(
     buckets: Sequence[list[LogicalTensor]], kinds: Sequence[Needs], kind_of: Sequence[int]
 ) -> list[PushBucket]:
     """Plans the push identically on every process. Returns this process's sends and receives for
-    each bucket.
+    each bucket. `kinds`: the distinct needs of engine ranks; `kind_of`: for each rank, the index of
+    its needs in `kinds`.
     """
     made = []
     for tensors, moves in zip(buckets, planned_moves(buckets, kinds, kind_of), strict=True):

@@ -33,12 +33,12 @@ class Copy(NamedTuple):
 
 
 class LoadRecorder(TorchDispatchMode):
-    """LoadRecorder is a dispatch mode that records a loader's copies. The loader gets the tensors
-    that `tensor` makes, and fills parameters on the meta device.
+    """LoadRecorder is a dispatch mode that records a loader's copies. The loader gets the meta
+    tensors that the method `tensor` creates, and fills parameters on the meta device.
 
-    `asked` has, by HF name, the blocks (boxes) that the loader reads; `copies`, by parameter, the
-    blocks that the loader copies unchanged. A parameter that is written in any other way is in
-    `changed`; a tensor that is used in any other way is in `worked_on`.
+    `asked` has, by HF name, the blocks (boxes) that the loader reads; `copies`, by parameter name,
+    the blocks that the loader copies unchanged. `changed` has the names of parameters that are
+    written in any other way, `worked_on` the names of HF tensors that are used in any other way.
     """
 
     def __init__(self) -> None:
@@ -114,8 +114,8 @@ class LoadRecorder(TorchDispatchMode):
         )
 
     def plain(self) -> dict[str, list[Copy]]:
-        """Returns, by parameter, the recorded copies that can be replayed: copies to parameters
-        that nothing else fills, from HF tensors that are used for nothing else.
+        """Returns the recorded copies that can be replayed, by parameter name: all copies to
+        parameters that nothing else fills, from HF tensors that are used for nothing else.
         """
         changed, worked_on = set(self.changed), set(self.worked_on)
         while True:

@@ -34,14 +34,16 @@ class Run(NamedTuple):
     first: Geometry
 
     def of(self, tensor: Tensor) -> Tensor:
-        """Returns the run's views of the storage of `tensor`, as one view [number, *size]."""
+        """Returns the views of the storage of `tensor` that this run describes, as one view
+        [number, *size].
+        """
         return tensor.as_strided(
             (self.number, *self.first.size), (self.step, *self.first.stride), self.first.offset
         )
 
     def followed_by(self, view: Geometry) -> "Run | None":
-        """Returns the run extended by one view, or None if the view has another size, stride or
-        distance.
+        """Returns the run extended by `view`; None if `view` has another size or stride, or does
+        not follow at the run's distance.
         """
         if view[:2] != self.first[:2]:
             return None
@@ -51,8 +53,9 @@ class Run(NamedTuple):
 
 
 class Received(NamedTuple):
-    """Received is a group of slices of the message from `source` that are copied to evenly spaced
-    views of a parameter.
+    """Received is a group of slices of the message from process `source` that one operation copies
+    to views of a parameter. `within`: the slices' elements in the message; `target`: the views of
+    the parameter. Both are evenly spaced.
     """
 
     source: int
@@ -62,7 +65,7 @@ class Received(NamedTuple):
 
 class Fill:
     """Fill holds all copies of one bucket into one parameter: from received messages, and from
-    `slices` of this process's own shards.
+    `slices` of this process's own shards. `dtype`: of the HF tensors that are copied.
     """
 
     def __init__(self, parameter: str, dtype: torch.dtype):
@@ -123,8 +126,8 @@ class Fill:
         return [(run, views[end - run.number : end]) for run, end in zip(runs, ends, strict=True)]
 
     def note(self, parameter: Tensor, shards: LocalShards, sums: SliceSums) -> None:
-        """Records in `sums` the checksums of this process's own slices as they are in the parameter
-        now.
+        """Records in `sums` the checksums of the slices that were copied from this process's
+        shards, as they are in the parameter now.
         """
         end = 0
         for run in self._sums:
@@ -139,7 +142,9 @@ class Fill:
 
 
 class ReceivedFill:
-    """ReceivedFill is a Fill together with the messages of one push."""
+    """ReceivedFill is a Fill together with the messages of one push, by source process, from which
+    it copies; `sums` gets the checksums of the slices copied from this process's shards.
+    """
 
     def __init__(
         self, fill: Fill, messages: Mapping[int, Tensor], shards: LocalShards, sums: SliceSums
@@ -186,8 +191,8 @@ class ReceivedFill:
 
 
 class Proof:
-    """Proof compares the parameters that the engine's loader filled with the result that the
-    recorded copies would have.
+    """Proof checks that recorded copies can replace the engine's loader: it compares the parameters
+    that the loader filled with the result that the recorded copies would have.
     """
 
     def __init__(self) -> None:
@@ -216,8 +221,9 @@ def fills_of(
     copies: Mapping[str, Sequence[tuple[str, Copy]]],
     shards: LocalShards,
 ) -> list[Fill]:
-    """Returns the fills of a bucket, one per parameter. `layouts`: the layout of the message from
-    each source process; `copies`: by HF name, the recorded copies with their parameter names.
+    """Returns the copies of one bucket into parameters, as one Fill per parameter. `tensors`: the
+    bucket's tensors; `layouts`: the layout of the message from each source process; `copies`: by HF
+    name, the recorded copies as (parameter name, copy).
     """
     arrived: dict[str, list[Arrived]] = defaultdict(list)
     for source, layout in layouts.items():
@@ -238,7 +244,9 @@ def fills_of(
 
 
 class Arrived(NamedTuple):
-    """Arrived is the place of a block (box) of an HF tensor in the message from `source`."""
+    """Arrived says where one block (box) of an HF tensor lies in the message that this process
+    received from process `source`.
+    """
 
     source: int
     box: Box
@@ -253,7 +261,8 @@ def _add(
     arrived: Sequence[Arrived],
 ) -> None:
     """Adds one recorded copy to `fill`, split where its elements come from different sources: this
-    process's shards or messages.
+    process's shards or messages. `read`: the slice to be copied; `target`: its view of the
+    parameter; `arrived`: the blocks of the same HF tensor in this process's messages.
     """
     here: list[tuple[Box, Arrived | None]] = [
         (box, None) for box in shards.boxes(read.tensor, read.number)
@@ -278,7 +287,9 @@ def _add(
 
 
 def runs_of(views: Sequence[Geometry]) -> list[Run]:
-    """Groups consecutive views with even spacing into runs."""
+    """Groups consecutive views of one tensor into runs of evenly spaced views of equal size and
+    stride.
+    """
     found: list[Run] = []
     for view in views:
         longer = found[-1].followed_by(view) if found else None
@@ -292,8 +303,8 @@ def runs_of(views: Sequence[Geometry]) -> list[Run]:
 def _joined(
     targets: Sequence[Geometry], views: Sequence[Tensor]
 ) -> tuple[list[Geometry], list[Tensor]]:
-    """Joins consecutive copies whose rows are adjacent in both source and target. Returns the
-    targets and the sources.
+    """Joins consecutive copies whose rows are adjacent in both source (`views`) and target. Returns
+    the joined targets and the joined source views.
     """
     joined: list[tuple[Geometry, Tensor]] = []
     for target, view in zip(targets, views, strict=True):

@@ -20,7 +20,9 @@ SliceKey = tuple[str, Box, int, int]  # tensor, box, source, target
 
 
 def sum_of(elements: Tensor) -> int:
-    """Returns the checksum of a slice, equal to the slice's checksum in a message."""
+    """Returns the checksum of a tensor slice; a message of a push stores the same value for the
+    slice.
+    """
     return int(checksums(elements[None]))
 
 
@@ -50,7 +52,8 @@ class SliceSums:
 
     def compared(self, shards: LocalShards) -> list[SliceChecksums]:
         """Returns the checksums of all processes' slices of the last push, with the checksums of
-        the trainer's weights now; a collective with the same result on every process.
+        the trainer's weights now; a collective with the same result on every process. `shards`:
+        this process's shards.
 
         The weights must be on the device.
         """
@@ -77,8 +80,8 @@ class SliceSums:
 def _joined(
     told: Sequence[tuple[dict[SliceKey, int], dict[SliceKey, int], dict[SliceKey, int]]],
 ) -> list[SliceChecksums]:
-    """Merges the checksums reported by each process: dicts of the checksums now, as sent and as
-    received.
+    """Merges the checksums reported by each process. `told`: for each process the checksums now, as
+    sent and as received, each by slice.
 
     A slice that was sent and never arrived has None for the received checksum.
     """

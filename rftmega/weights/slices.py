@@ -26,7 +26,9 @@ from rftmega.runtime.parallel.collectives import gather_objects
 
 
 class TensorSlice(NamedTuple):
-    """TensorSlice is a block (box) of HF tensor `number` of a LogicalTensor."""
+    """TensorSlice is a block (box) of one HF tensor: number `number` among the HF tensors of the
+    LogicalTensor `tensor`.
+    """
 
     tensor: LogicalTensor
     number: int  # of the HF tensor
@@ -68,21 +70,23 @@ class LocalShards:
         self._storages: list[int] = []
 
     def pieces(self, tensor: LogicalTensor, number: int) -> list[tuple[Box, Tensor]]:
-        """Returns the blocks (boxes) of HF tensor `number` that this process holds, with their
-        elements; see `Shard.views`.
+        """Returns the blocks (boxes) of HF tensor number `number` of `tensor` that this process
+        holds, with their elements; see `Shard.views`.
         """
         shard = self._held.get(tensor.names)
         return [] if shard is None else list(shard.views(number))
 
     def boxes(self, tensor: LogicalTensor, number: int) -> list[Box]:
-        """Returns the blocks (boxes) of HF tensor `number` that this process holds."""
+        """Returns the blocks (boxes) of HF tensor number `number` of `tensor` that this process
+        holds.
+        """
         shard = self._held.get(tensor.names)
         parts = () if shard is None else shard.parts
         return [part.box for part in parts if part.number == number]
 
     def missing(self, tensor: LogicalTensor, number: int, boxes: Iterable[Box]) -> int:
-        """Returns how many elements of the disjoint `boxes` of HF tensor `number` this process does
-        not hold.
+        """Returns how many elements of `boxes`, disjoint blocks of HF tensor number `number` of
+        `tensor`, this process does not hold.
         """
         boxes = list(boxes)
         found = sum(map(volume, boxes))
@@ -109,8 +113,9 @@ class LocalShards:
         raise AssertionError(f"planned to send {wanted}, which is not here")
 
     def slices_of(self, wanted: list[TensorSlice]) -> list[Tensor]:
-        """Returns the elements of each slice. Views are cached per list object until `look_again`
-        finds new memory; blocks with addends are computed in each call, once per block.
+        """Returns the elements of each slice. Views of parameters are cached for each list object
+        passed as `wanted`, until `look_again` finds new memory; blocks with addends are computed in
+        each call, once per block.
         """
         if self.computed:
             pieces: dict[Any, Tensor] = {}
@@ -141,8 +146,9 @@ def planned(tensors: Iterable[LogicalTensor]) -> list[PlannedTensor]:
 
 
 def everybodys_tensors(shards: Sequence[Shard], group: Any = None) -> list[LogicalTensor]:
-    """Returns all tensors of the model that the processes of `group` (None: all processes) hold,
-    with their holders, in model order. A collective with the same result on every process.
+    """Gathers the tensors that the processes of `group` (None: all processes) hold; a collective.
+    Returns all tensors of the model in model order, each with the blocks that its holders have; the
+    result is the same on every process. `shards`: the shards of this process.
     """
     mine = [
         (replace(shard.logical, holders=()), tuple((part[0], part[1]) for part in shard.parts))

@@ -44,12 +44,13 @@ class AdaptedLayers(NamedTuple):
 def adapted_of(
     model: "PreTrainedModel", targets: Sequence[str], *, value: bool = False
 ) -> AdaptedLayers:
-    """Returns the layers of a decoder that `targets` name, or all linear layers and experts if
-    `targets` is empty.
-    A `value` model has no LM head, so the LM head is ignored among several targets. Raises
-    ConfigError for a target that the model does not have, for the embedding or LM head of a model
-    that ties them, for experts whose matrices transformers' conversion mapping does not
-    distinguish, and for a model with a vision or audio encoder.
+    """Returns the layers of a decoder that `targets` (last parts of module names, such as q_proj)
+    name, or all linear layers and experts if `targets` is empty.
+
+    `value`: the model has a value head and no LM head, so the LM head is ignored among several
+    targets. Raises ConfigError for a target that the model does not have, for the embedding or LM
+    head of a model that ties them, for experts whose matrices transformers' conversion mapping does
+    not distinguish, and for a model with a vision or audio encoder.
     """
     if vocabulary_of(model) is not model.base_model:
         raise ConfigError(
@@ -90,8 +91,8 @@ def adapted_of(
 
 
 def pair_of(weight: str) -> tuple[str, str]:
-    """Returns PEFT's names of the LoRA matrices A and B for a weight's name (of a linear layer or
-    embedding).
+    """Returns PEFT's names of the LoRA matrices A and B of a linear layer or embedding; `weight` is
+    the name of its weight, such as model.layers.0.mlp.up_proj.weight.
     """
     return pair_names(weight.removesuffix(WEIGHT))
 
@@ -126,7 +127,9 @@ def _is_within(name: str, layers: Iterable[str]) -> bool:
 def _experts(model: "PreTrainedModel", layers: Sequence[str]) -> dict[str, tuple[str, ...]]:
     """Returns fused expert parameter -> names of the matrices stacked in it:
     `AdaptedLayers.stacks`.
-    Raises ConfigError for an expert parameter whose layout transformers does not declare.
+
+    `layers`: names of the decoder's layers; parameters outside them are left out. Raises
+    ConfigError for an expert parameter whose layout transformers does not declare.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter
@@ -149,8 +152,11 @@ def _experts(model: "PreTrainedModel", layers: Sequence[str]) -> dict[str, tuple
 
 
 def _parts(name: str, converters: "Sequence[WeightConverter]") -> tuple[str, ...]:
-    """Returns the names of the matrices that transformers stacks by rows in each expert of a
-    parameter; () if transformers builds the parameter in another way.
+    """Returns the names of the matrices (such as gate_proj, up_proj) that transformers stacks by
+    rows in each expert of the parameter `name`; () if transformers builds the parameter in another
+    way.
+
+    `converters`: the steps of transformers' conversion mapping for the model.
     """
     from transformers.core_model_loading import Concatenate, MergeModulelist
 

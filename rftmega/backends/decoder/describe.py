@@ -97,10 +97,12 @@ def _other(path: str | Path) -> str:
 
 
 def beyond_its_positions(config: Any, longest: int) -> list[str]:
-    """Lists the reasons why rows of up to `longest` tokens can't be trained; empty if they can.
-    Some RoPE types change their angles with the longest row of a micro-batch beyond the original
-    context length (`modeling_rope_utils.dynamic_rope_update`), so log-probs would depend on how
-    rows are batched.
+    """Lists the reasons, as error messages, why sequences of up to `longest` tokens can't be
+    trained; empty if they can.
+
+    Some RoPE types change their angles with the longest sequence of a micro-batch beyond the
+    original context length (`modeling_rope_utils.dynamic_rope_update`), so log-probs would depend
+    on how sequences are batched. `config`: transformers' config of the model.
     """
     found = []
     text = config.get_text_config()

@@ -17,8 +17,8 @@ Shape = tuple[int, ...]
 
 
 class Groups(NamedTuple):
-    """Groups holds the shapes of the parameters in each FSDP2 group; under tensor parallelism, the
-    shapes of one process's shares.
+    """Groups holds the shapes of the parameters in each FSDP2 group, that is, of the parameters
+    that are gathered together; under tensor parallelism, the shapes of one process's shares.
     """
 
     apart: tuple[tuple[Shape, ...], ...]  # gathered one after another, in forward order
@@ -45,9 +45,11 @@ def read_groups(
 ) -> tuple[TransformersModel, Groups]:
     """Returns the description of a folder's decoder, and the FSDP2 groups of the first of `tensor`
     tensor-parallel processes.
+
     `value`: a value head replaces the LM head. `rank`: LoRA rank; above 0 the layers in `targets`
-    have adapters. Raises CheckpointError if transformers can't build the model or if it can't be
-    split over the processes, and ConfigError if it can't have these adapters.
+    (last parts of module names; empty: all linear layers and experts) have adapters. Raises
+    CheckpointError if transformers can't build the model or if it can't be split over the
+    processes, and ConfigError if it can't have these adapters.
     """
     model, said = _built(path)
     head = model.get_output_embeddings()
@@ -90,8 +92,8 @@ def read_groups(
 
 
 def _parts(model: Any, layers: AdaptedLayers) -> dict[int, tuple[int, int]]:
-    """Returns parameter id -> (number of matrices stacked in an adapted parameter, number of them
-    with a LoRA pair).
+    """Returns parameter id -> (number of matrices stacked in the parameter, number of them with a
+    LoRA pair), for the parameters of `model` that get adapters (`layers`).
     """
     found = {id(linear.weight): (1, 1) for linear in layers.linears.values()}
     for name, parts in layers.stacks.items():
@@ -101,8 +103,9 @@ def _parts(model: Any, layers: AdaptedLayers) -> dict[int, tuple[int, int]]:
 
 
 def _pairs(shape: Shape, rank: int, parts: int, chosen: int) -> list[Shape]:
-    """Returns the shapes of A and B of each LoRA pair on a weight or a fused expert tensor of this
-    shape.
+    """Returns the shapes of A and B of each LoRA pair of rank `rank` on a weight or a fused expert
+    tensor of shape `shape`.
+
     `parts`: number of matrices stacked in it; `chosen`: number of them with a pair.
     """
     if not chosen:

@@ -36,7 +36,9 @@ LAYER = re.compile(r"\.layers\.(\d+)\.")
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """Placed is the position of a Hugging Face tensor in a parameter."""
+    """Placed is the position of a Hugging Face folder's tensor within a parameter of the
+    transformers model, into which several such tensors may be fused.
+    """
 
     name: str  # of the HF tensor
     shape: tuple[int, ...]
@@ -54,7 +56,7 @@ class Placed:
 @dataclass(frozen=True, slots=True)
 class ShardPlan:
     """ShardPlan maps this process's rows of a parameter to blocks of Hugging Face tensors; it
-    applies to any tensor of the rows' shape.
+    applies to any tensor of the rows' shape, such as the weight or an Adam moment.
     """
 
     logical: LogicalTensor
@@ -78,9 +80,11 @@ def places_of(
 ) -> dict[str, list[Placed]]:
     """Returns parameter name -> positions of its Hugging Face tensors, for the parameters in
     `wanted` (name -> shape).
-    Each tensor of the folder must belong to a wanted parameter, be `allowed`, or be ignored by
-    transformers. Raises CheckpointError for any other tensor, for an incomplete parameter, and for
-    a tensor that does not become a block of its parameter.
+
+    Each tensor of the model folder `files` must belong to a wanted parameter, be in `allowed`
+    (names of tensors that may stay unread), or be ignored by transformers. Raises CheckpointError
+    for any other tensor, for an incomplete parameter, and for a tensor that does not become a block
+    of its parameter.
     """
     transforms = get_model_conversion_mapping(model)
     renamings = [each for each in transforms if isinstance(each, WeightRenaming)]
@@ -130,8 +134,8 @@ def _fused(
     pattern: str,
     number: int,
 ) -> Placed:
-    """Returns the position in a fused parameter of the `number`-th tensor that matches `pattern` of
-    the converter.
+    """Returns the position in a fused parameter of the `number`-th tensor (`name`, `shape`) of the
+    folder that matches `pattern`, a source pattern of `converter`.
     """
     merged, joined = False, 0
     for operation in converter.operations:
@@ -181,10 +185,12 @@ def plans_of(
     split: Split | None = None,
     opens: bool,
 ) -> list[ShardPlan]:
-    """Returns the ShardPlans of rows start ... stop - 1 (`rows`) of a parameter or, with `split`,
-    of a process's tensor-parallel share of the parameter.
-    `places`: positions of HF tensors in the parameter; `opens`: the parameter precedes the layers.
-    HF tensors without elements in these rows have no plan.
+    """Returns the ShardPlans of rows start ... stop - 1 (`rows`) of the parameter named `parameter`
+    or, with `split`, of a process's tensor-parallel share of it.
+
+    `places`: positions of HF tensors in the parameter. `dtype`: that of the weights in the forward
+    pass. `opens`: the parameter precedes the layers, as the embedding does. HF tensors without
+    elements in these rows have no plan.
     """
     start, stop = rows
     found_layer = LAYER.search(parameter)
@@ -219,8 +225,9 @@ def plans_of(
 def _parts(
     group: Sequence[Placed], rows: tuple[int, int] | None, split: Split | None
 ) -> Iterable[ShardPart]:
-    """Yields the blocks of each Hugging Face tensor that lie in rows start ... stop - 1 (None: all
-    rows) of a tensor-parallel share.
+    """Yields the blocks of the Hugging Face tensors in `group` (those of one parameter, or of one
+    expert in it) that lie in rows start ... stop - 1 (`rows`; None: all rows) of the
+    tensor-parallel share `split` (None: the whole parameter).
     """
     for number, place in enumerate(group):
         own = place.box
@@ -236,8 +243,9 @@ def _parts(
 
 
 def _shared(own: Box, split: Split | None) -> Iterator[tuple[Box, tuple[int, ...]]]:
-    """Yields the blocks of a tensor that lie in a tensor-parallel share, in the share's
-    coordinates, each with its offset from the coordinates of the whole parameter.
+    """Yields the parts of the block `own` (start and stop along each dimension of a parameter) that
+    lie in the tensor-parallel share `split`, in the share's coordinates, each with the offset that
+    leads back to the coordinates of the whole parameter.
     """
     if split is None:
         yield own, (0,) * len(own)
@@ -257,8 +265,8 @@ def _moved(box: Box, away: Sequence[int]) -> Box:
 
 @torch.no_grad()
 def read(files: HFFolder, shards: Iterable[Shard]) -> int:
-    """Fills shards from the folder, reading only the blocks that they contain; returns the number
-    of bytes read.
+    """Fills shards, this process's tensors with their blocks of Hugging Face tensors, from the
+    folder `files`, reading only these blocks; returns the number of bytes read.
     """
     read_bytes = 0
     for shard in shards:
@@ -276,7 +284,7 @@ def read(files: HFFolder, shards: Iterable[Shard]) -> int:
 @torch.no_grad()
 def differs_from(files: HFFolder, name: str, shards: Iterable[Shard]) -> bool:
     """Returns whether this process's blocks of tensor `name` in `shards` differ from that tensor in
-    the folder; False if the folder does not have it.
+    the folder `files`; False if the folder does not have it.
     """
     if name not in files:
         return False

@@ -46,8 +46,9 @@ class Split:
 
 
 def styles_of(model: "PreTrainedModel", size: int) -> dict[str, str]:
-    """Returns the tensor-parallel styles of modules and parameters by name, for groups of `size`
-    processes.
+    """Returns module or parameter name -> tensor-parallel style, such as "colwise" or "rowwise",
+    for groups of `size` processes.
+
     Raises CheckpointError if transformers has no plan for this model, if the plan contains a style
     that is unsupported here, or if a parameter can't be split evenly over `size` processes.
     """
@@ -86,8 +87,9 @@ def _known(style: str, part: object) -> bool:
 
 
 def _refuse_forgotten(model: "PreTrainedModel", styles: dict[str, str]) -> None:
-    """Raises CheckpointError for vectors next to column-split weights that the plan does not
-    mention.
+    """Raises CheckpointError for a vector parameter, such as that of a norm, inside a module whose
+    matrices are split by columns if the plan (`styles`: name -> style) does not mention the vector.
+
     A norm of each head would get only part of its gradient, a norm over all heads a wrong mean.
     """
     columns = {name.rpartition(".")[0] for name, style in styles.items() if style == COLUMN}
@@ -128,7 +130,7 @@ def splits_of(
     model: "PreTrainedModel", styles: dict[str, str], rank: int, size: int
 ) -> dict[str, Split]:
     """Returns parameter name -> Split: the index ranges of each split parameter that process `rank`
-    of `size` holds.
+    of `size` holds; `styles` is the result of `styles_of`.
     """
     found = {}
     for name, parameter, style in _styled(model, styles):
@@ -141,7 +143,8 @@ def splits_of(
 
 def partial_of(model: "PreTrainedModel", styles: dict[str, str]) -> set[str]:
     """Returns the names of replicated parameters whose gradients must be summed over the
-    tensor-parallel processes, because each process applies them to its own heads only.
+    tensor-parallel processes, because each process applies them to its own heads only; `styles` is
+    the result of `styles_of`.
     """
     return {name for name, _, style in _styled(model, styles) if style == PARTIAL}
 
@@ -158,8 +161,8 @@ def _styled(
 
 
 def _dimension(style: str, dims: int) -> int | None:
-    """Returns the dimension along which a style splits a parameter of `dims` dimensions; None if
-    every process holds all of it.
+    """Returns the dimension along which a tensor-parallel style such as "colwise" splits a
+    parameter of `dims` dimensions; None if every process holds the whole parameter.
     """
     if style in (COLUMN, COLUMN_GATHERED, PACKED):
         return max(dims - 2, 0)

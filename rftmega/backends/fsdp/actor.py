@@ -42,15 +42,21 @@ class FSDPActor(FSDPModel):
     def log_probs(
         self, rows: Rows[Column], *, temperature: float | None = None
     ) -> TokenStats[Column]:
-        """Returns the log-prob and entropy of every target token on the host, without gradient.
-        `temperature`: None for `cfg.rollout.temperature`.
+        """Returns the log-prob and entropy of every target token (all but the first of each row) on
+        the host, without gradient.
+
+        `rows`: token sequences of prompt and completion. `temperature`: None for
+        `cfg.rollout.temperature`.
         """
         found: TokenStats[Column] = self.runner.score(rows, temperature=temperature)
         return found
 
     def reference_log_probs(self, rows: Rows[Column]) -> TokenStats[Column]:
-        """Returns the log-prob and entropy of every target token under the reference weights.
-        Raises AssertionError if no reference weights are kept.
+        """Returns the log-prob and entropy of every target token (all but the first of each row)
+        under the reference weights.
+
+        `rows`: token sequences of prompt and completion. Raises AssertionError if no reference
+        weights are kept.
         """
         assert self.reference is not None, (
             "algorithm.kl.coef is 0, so no reference weights are kept"

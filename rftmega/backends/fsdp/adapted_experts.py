@@ -68,7 +68,7 @@ class AdaptedStack:
         return adapted
 
     def train(self, learning: bool) -> None:
-        """Switches the pairs to training, where dropout may apply, or to scoring."""
+        """Switches the pairs to training (`learning`), where dropout may apply, or to scoring."""
         for pairs in self.pairs.values():
             pairs.training = learning
 
@@ -108,9 +108,10 @@ class AdaptedStack:
         return found
 
     def share(self, split: Split, splits: dict[str, Split], partial: set[str]) -> None:
-        """Adds the tensor-parallel splits of the pairs to `splits`, and the names of the replicated
-        matrices to `partial`, following the `split` of the experts.
-        See `ShardedAdapters.share`.
+        """Adds the tensor-parallel splits of the LoRA matrices to `splits` (parameter name ->
+        Split), and the names of those that every process holds in full to `partial`.
+
+        `split` is the split of the fused experts. See `ShardedAdapters.share`.
         """
         for part, (down, up) in self.names().items():
             pairs = self.pairs[part]
@@ -124,15 +125,19 @@ class AdaptedStack:
                 partial.add(up)
 
     def bind(self, known: Mapping[str, Weight]) -> Iterator[Weight]:
-        """Stores and yields this process's weights of the pairs; `known` maps names to weights."""
+        """Stores and yields this process's Weights of the LoRA matrices; `known` maps parameter
+        names to the Weights of the model.
+        """
         for part, (down, up) in self.names().items():
             self._bound[part] = known[down], known[up]
             yield from self._bound[part]
 
     def delta(self, index: int, rows: int) -> StackDelta:
-        """Returns the adapters' delta of the `index`-th expert on this process; its fused matrix
-        has `rows` rows.
-        The process holds the same expert's pairs.
+        """Returns the delta that the adapters add to one expert's fused matrix, which has `rows`
+        rows.
+
+        `index`: index of the expert among the experts whose fused matrices this process holds; it
+        holds the LoRA matrices of the same experts, in the same order.
         """
         pairs: list[tuple[Tensor, Tensor] | None] = []
         for part in self.parts:
@@ -142,8 +147,8 @@ class AdaptedStack:
 
 
 def _within(split: Split, first: int, rows: int) -> tuple[tuple[int, int], ...]:
-    """Returns the index ranges of a split that lie within the `rows` rows from `first` on, relative
-    to `first`.
+    """Returns the parts of the index ranges in `split` that lie within the `rows` rows from row
+    `first` on, relative to `first`.
     """
     own = [(max(start - first, 0), min(stop - first, rows)) for start, stop in split.slices]
     return tuple((start, stop) for start, stop in own if start < stop)

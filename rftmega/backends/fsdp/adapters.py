@@ -67,7 +67,7 @@ class ShardedAdapters:
         self._gathered: list[tuple[Weight, Tensor]] = []  # rows of a matrix, and the whole matrix
 
     def train(self, learning: bool) -> None:
-        """Switches the adapters to training, where dropout may apply, or to scoring."""
+        """Switches the adapters to training (`learning`), where dropout applies, or to scoring."""
         for layer in self.layers.values():
             layer.training = learning
         for stack in self.stacks.values():
@@ -94,8 +94,10 @@ class ShardedAdapters:
         return found
 
     def named(self, names: Mapping[str, str]) -> dict[str, str]:
-        """Returns the network's parameter names of the LoRA matrices -> transformers' names.
-        `names`: the same mapping for the weights.
+        """Returns a dict from the network's names of the LoRA matrices to transformers' names.
+
+        `names`: the same mapping for the weights: the network's parameter name -> transformers'
+        name.
         """
         found: dict[str, str] = {}
         for own, name in names.items():
@@ -108,10 +110,11 @@ class ShardedAdapters:
         return found
 
     def share(self, splits: dict[str, Split], partial: set[str]) -> None:
-        """Adds the tensor-parallel splits of the LoRA matrices to `splits`, and the names of
-        replicated matrices to `partial`.
+        """Adds the tensor-parallel splits of the LoRA matrices to `splits` (parameter name ->
+        Split), and the names of replicated matrices to `partial`.
+
         Of each pair, the matrix that has the weight's split dimension is split like the weight. The
-        other matrix is replicated; its gradient on a process is partial.
+        other matrix is replicated; its gradient on a process is partial, so it must be summed.
         """
         for name, layer in self.layers.items():
             weight = name + WEIGHT
@@ -146,8 +149,8 @@ class ShardedAdapters:
                 parameter.data = parameter.data.to(dtype)
 
     def bind(self, weights: Sequence[Weight]) -> None:
-        """Stores this process's weights of the LoRA matrices, taken from `weights`, after their
-        memory was allocated.
+        """Stores this process's Weights of the LoRA matrices, taken from `weights` (all trained
+        Weights of the model); to be called after their memory was allocated.
         """
         known = {weight.name: weight for weight in weights}
         for name, layer in self.layers.items():
@@ -162,7 +165,9 @@ class ShardedAdapters:
             self.weights += stack.bind(known)
 
     def _whole(self, weight: Weight) -> Tensor:
-        """Returns a new buffer for a matrix, whose rows `gather` fills from all processes."""
+        """Returns a new buffer, zeros at first, for all rows of a LoRA matrix; `gather` fills it
+        from the rows of all processes.
+        """
         whole = weight.pushed.new_zeros(len(weight.parameter), weight.pushed.shape[1])
         self._gathered.append((weight, whole))
         return whole
@@ -176,8 +181,8 @@ class ShardedAdapters:
 
     @torch.no_grad()
     def load(self, whole: Whole) -> None:
-        """Fills this process's rows of the LoRA matrices; `whole` returns a Hugging Face tensor by
-        name and shape.
+        """Fills this process's rows of the LoRA matrices with values from `whole(name, shape)`,
+        which returns the matrix with this Hugging Face name.
         """
         for weight in self.weights:
             for plan in weight.plans:
@@ -221,7 +226,9 @@ class ShardedAdapters:
         return [replace(shard, addend=delta) for shard in weight.shards()]
 
     def shards(self) -> list[Shard]:
-        """Returns the shards of the LoRA matrices."""
+        """Returns this process's shards of the LoRA matrices: tensors with the blocks of Hugging
+        Face tensors that they hold.
+        """
         return [shard for weight in self.weights for shard in weight.shards()]
 
     @contextmanager
@@ -241,8 +248,8 @@ class ShardedAdapters:
 
 
 def compare_copies(weight: Weight, folder: PEFTFolder) -> None:
-    """Compares this process's rows of a weight with PEFT's copy of the weight in a folder, if there
-    is one; `PEFTFolder.compare` records a difference.
+    """Compares this process's rows of a frozen weight with the copy of it that PEFT saved in the
+    adapter folder `folder`, if there is one; `PEFTFolder.compare` records a difference.
     """
     for shard in weight.shards():
         for number, (name, shape) in enumerate(

@@ -17,6 +17,7 @@ class FSDPBackend:
     def value_model(self, config: RunConfig, *, role: str) -> FSDPCritic:
         """Builds a critic or a reward model, with its own sharding mesh.
 
-        `role`: "critic" for a trained model; any other only scores.
+        `role`: "critic" for a model that is trained; with any other role, such as "reward", the
+        model only scores.
         """
         return FSDPCritic(config, ShardingMesh.create(config.parallel), learns=role == "critic")

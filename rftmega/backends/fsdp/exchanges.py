@@ -8,8 +8,8 @@ from torch import Tensor
 
 
 class _Copied(torch.autograd.Function):
-    """_Copied returns a replicated tensor, and sums its gradient over the processes in the backward
-    pass.
+    """_Copied returns its input, a replicated tensor; the backward pass sums the gradient over the
+    processes.
     """
 
     @staticmethod
@@ -95,7 +95,9 @@ def summed(x: Tensor, group: Any) -> Tensor:
 
 
 def joined(x: Tensor, group: Any) -> Tensor:
-    """Returns [..., C * processes]: the columns [..., C] of all processes of `group`, concatenated."""
+    """Returns [..., C * processes]: the columns x [..., C] of all processes of `group`,
+    concatenated.
+    """
     found: Tensor = _Joined.apply(x, group)
     return found
 

@@ -32,12 +32,13 @@ def feed(
     where: torch.device,
     images: ImageTensors | None = None,
 ) -> Feed:
-    """Builds decoder inputs from tokens [B, T + 1] on the host, with `lengths` real tokens per row;
-    a row's last token is only a target.
-    Packed rows are concatenated, and attention gets their boundaries (`Edges`). Padded rows have
-    filler at their ends, which the earlier tokens of a causal decoder never attend to, so no mask
-    is needed. A batch without targets becomes one filler token. `images`: image inputs of a
-    vision-language model, which requires packed rows; they are never empty.
+    """Builds decoder inputs on device `where` from tokens [B, T + 1] on the host, with `lengths`
+    real tokens per row; a row's last token is only a target.
+
+    `packed`: rows are concatenated, and attention gets their boundaries (`Edges`). Otherwise rows
+    are padded: filler is at their ends, which the earlier tokens of a causal decoder never attend
+    to, so no mask is needed. A batch without targets becomes one filler token. `images`: image
+    inputs of a vision-language model, which requires packed rows; they are never empty.
     """
     rows, columns = tokens.shape[0], tokens.shape[1] - 1
     real = torch.arange(columns) < lengths[:, None] - 1
@@ -78,8 +79,9 @@ def _sent(value: Tensor, where: torch.device) -> Tensor:
 
 
 def _seen(images: ImageTensors, grid: Tensor, where: torch.device) -> dict[str, Tensor]:
-    """Returns the vision encoder's inputs, and positions [3, 1, N] and feature indices [1, N] of
-    the tokens that are True in `grid`.
+    """Returns the model inputs of a vision-language model on device `where`: the vision encoder's
+    patches and grids, and positions [3, 1, N] and feature indices [1, N] of the tokens that are
+    True in `grid` [rows, columns].
     """
     assert images.pixels is not None
     assert images.grids is not None

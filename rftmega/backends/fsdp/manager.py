@@ -132,7 +132,9 @@ class FSDPModelManager:
         return self._processor.pixels(image)
 
     def read_ahead(self, batches: Iterable[RowImages | None]) -> None:
-        """Starts to read the images of the next micro-batches in the background."""
+        """Starts to read the images of the next micro-batches in the background; `batches` holds
+        the images of each micro-batch's rows, or None.
+        """
         held = [images_of(batch.distinct.values()) for batch in batches if batch is not None]
         self._processor.read_ahead(image for batch in held for image in batch)
 
@@ -228,8 +230,8 @@ class FSDPModelManager:
             adapters.load(beginning(self.cfg.trainer.seed))
 
     def sum_of_weights(self) -> int:
-        """Returns a checksum of the model's weights without adapters that does not depend on the
-        layout; a collective.
+        """Returns a checksum of the model's weights (without adapters), which is the same in every
+        parallel layout; a collective.
         """
         self.finish_param_sync()
         return self._sum_of(self.weights_held)
@@ -328,7 +330,7 @@ class FSDPModelManager:
         return learning_rate(self.cfg.optimizer, self.schedule_steps + 1, steps=self.steps_planned)
 
     def train(self, learning: bool) -> None:
-        """Switches the model to training or to scoring; only adapters apply dropout."""
+        """Switches the model to training (`learning`) or to scoring; only adapters have dropout."""
         learn(self.network, learning)
         if self.adapters is not None:
             self.adapters.train(learning)
@@ -351,8 +353,9 @@ class FSDPModelManager:
     ) -> AbstractContextManager[None]:
         """Prepares `model`, the network, for a micro-batch, and returns a context in which to run
         it.
-        Replicas all-reduce their gradients after the last micro-batch only; until then each replica
-        accumulates its own gradients.
+
+        Replicas all-reduce their gradients after the last micro-batch of a step only
+        (`is_last_micro_batch`); until then each replica accumulates its own gradients.
         """
         for module in sharded_modules(model):
             module.set_requires_all_reduce(is_last_micro_batch)
@@ -377,7 +380,9 @@ class FSDPModelManager:
     def refuse_lost_gradient(self) -> None:
         """Raises NothingTrained, on every process, if the adapters of a value model get no gradient
         although its value head gets one (see `ActiveAdapters`).
-        For value models with adapters it is a collective, until a gradient was seen once.
+
+        The check is a collective. It ends with the first step in which the adapters have a
+        gradient; models without adapters and policies are not checked.
         """
         if self.adapters is None or not self.value_model or self._reached.seen:
             return
@@ -453,15 +458,15 @@ class FSDPModelManager:
         self.residency.on(ADAM)
 
     def rows_changed(self) -> None:
-        """Marks the rows' copies in the forward pass's dtype as stale; to be called after a write
-        to the rows.
+        """Marks the copies of this process's parameter rows in the forward pass's dtype as stale;
+        to be called after a write to the rows, which are in the optimizer's dtype.
         """
         self._pushed_is_old = True
 
     @torch.no_grad()
     def take_pushed(self) -> None:
-        """Copies the loaded weights, which are in the forward pass's dtype, to the rows that the
-        optimizer updates.
+        """Copies the weights in the forward pass's dtype, which were loaded, to this process's
+        parameter rows in the optimizer's dtype.
         """
         for weight in self.trained:
             if weight.pushed is not weight.rows:
@@ -470,8 +475,9 @@ class FSDPModelManager:
 
     @torch.no_grad()
     def finish_param_sync(self) -> None:
-        """Updates the rows' copies in the forward pass's dtype if they are stale, and gathers the
-        LoRA rows for merging; a collective if there are adapters.
+        """Updates the copies of this process's parameter rows in the forward pass's dtype if they
+        are stale, and gathers the rows of LoRA matrices for merging; a collective if there are
+        adapters.
         """
         if self._pushed_is_old:
             self._pushed_is_old = False

@@ -31,7 +31,9 @@ class ShardingMesh:
 
     @classmethod
     def create(cls, parallel: ParallelConfig) -> "ShardingMesh":
-        """Builds the mesh over all processes for a layout; a collective."""
+        """Builds the mesh over all processes for the layout `parallel` (numbers of replicas and of
+        tensor-parallel processes); a collective.
+        """
         replicas, tensor = parallel.replicas, parallel.tensor
         shards = dist.get_world_size() // replicas // tensor
         sizes = {SHARD: shards}

@@ -35,7 +35,7 @@ class LogProbHead(nn.Module):
 
     def forward(self, hidden: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, ...]:
         """Maps hidden states [N, H] and target token ids [N] to log-probs and entropies, both [N]
-        float32.
+        float32, of the logits divided by `temperature`.
         """
         weight, bias = self.linear.weight, self.linear.bias
         if self.before != 1.0:
@@ -73,7 +73,8 @@ class Network(nn.Module):
     def forward(
         self, fed: Mapping[str, Any], places: Tensor, targets: Tensor, temperature: float
     ) -> tuple[Tensor, ...]:
-        """Computes the head's outputs [N] for target token ids [N].
+        """Computes the head's outputs [N] for target token ids [N]; logits are divided by
+        `temperature`.
 
         `fed`: the decoder's keyword arguments. `places` [N]: indices, in the decoder's flattened
         output, of the hidden states that predict the targets.
@@ -93,10 +94,11 @@ class SeeingNetwork(Network):
     def forward(
         self, fed: Mapping[str, Any], places: Tensor, targets: Tensor, temperature: float
     ) -> tuple[Tensor, ...]:
-        """Computes the head's outputs [N] for target token ids [N].
+        """Computes the head's outputs [N] for target token ids [N], as `Network.forward` does.
 
-        `fed` also contains `pixels` [P, C], `grids` [I, 3] and `features` [1, S]: the 1-based index
-        of the vision encoder's output that replaces the token's embedding, 0 for text tokens.
+        `fed` also contains the images: `pixels` [P, C], `grids` [I, 3] and `features` [1, S]: the
+        1-based index of the vision encoder's output that replaces the token's embedding, 0 for text
+        tokens.
         """
         words: Any = self.decoder.language_model
         tower: Any = self.decoder.visual

@@ -57,8 +57,11 @@ class Edges:
         return self._offsets
 
     def places(self, where: torch.device) -> tuple[list[tuple[Tensor, torch.Size]], Tensor]:
-        """Returns, for each row length, the token indices of its rows with their shape [rows,
-        length], and the indices that restore the packed order.
+        """Returns (batches, order) for attention batched by row length, on device `where`.
+
+        batches: for each row length the indices of its rows' tokens in the packed sequence,
+        flattened, with their shape [rows, length]. order: the indices that bring the batches'
+        concatenated outputs back into packed order.
         """
         if self._places is None:
             indices = [
@@ -95,10 +98,12 @@ def attend_rows(
 ) -> tuple[Tensor, None]:
     """Computes causal attention within each row: queries [1, heads, N, d] over keys and values [1,
     groups, N, d] -> [1, N, heads, d].
-    A token attends to at most `sliding_window` tokens, itself included. `softcap` bounds the scores
-    by a hyperbolic tangent (Gemma 2, arXiv:2408.00118); `s_aux` [heads] are the scores of an
-    attention sink, which counts only in the softmax's denominator (gpt-oss). Raises Unpackable for
-    unsupported arguments.
+
+    A token attends to at most `sliding_window` tokens, itself included. `scaling`: factor of the
+    scores, by default d^-0.5. `softcap` bounds the scores by a hyperbolic tangent (Gemma 2,
+    arXiv:2408.00118); `s_aux` [heads] are the scores of an attention sink, which counts only in the
+    softmax's denominator (gpt-oss). `others` must contain the row boundaries, an `Edges` under the
+    key EDGES. Raises Unpackable for unsupported arguments.
     """
     unknown = {name for name, given in others.items() if given is not None} - NEUTRAL - {EDGES}
     if unknown:
@@ -134,8 +139,11 @@ def _attend_at_once(
     scaling: float | None,
     window: int | None,
 ) -> Tensor:
-    """Runs FlashAttention-2 (Dao, arXiv:2307.08691) over the packed rows, and returns [1, N, heads,
-    d].
+    """Runs FlashAttention-2 (Dao, arXiv:2307.08691) over packed rows: queries [1, heads, N, d] over
+    keys and values [1, groups, N, d] -> [1, N, heads, d].
+
+    `edges`: the row boundaries. `scaling`: factor of the scores. `window`: number of tokens that a
+    token attends to, itself included; None: all earlier ones.
     """
     offsets, longest = edges.offsets(query.device), edges.longest
     before = -1 if window is None else window - 1  # tokens beside its own
@@ -165,6 +173,9 @@ def _attend_at_once(
 def rows_by_length(edges: Sequence[int]) -> list[tuple[list[int], int]]:
     """Returns ([first token of each row], length) for each row length; the rows of one length form
     a batch.
+
+    `edges`: the row boundaries in the packed sequence: the index of each row's first token, then
+    the total number of tokens.
     """
     found: dict[int, list[int]] = defaultdict(list)
     for start, stop in zip(edges, edges[1:], strict=False):
@@ -180,8 +191,11 @@ def _attend(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Computes causal attention of [rows, heads, n, d] over [rows, groups, n, d], for rows of one
-    length.
+    """Computes causal attention for a batch of rows of one length n.
+
+    `rows`: queries [rows, heads, n, d], keys and values [rows, groups, n, d]. `scaling`: factor of
+    the scores. `window`: number of tokens that a token attends to, itself included. `softcap`,
+    `sinks`: see `attend_rows` (`s_aux`).
     """
     query, key, value = rows
     length = query.shape[2]
@@ -211,8 +225,11 @@ def _attend_plainly(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Computes attention with bounded scores (`softcap`) or attention sinks, which no torch kernel
-    supports.
+    """Computes attention with bounded scores (`softcap`) or attention sinks (`sinks` [heads]) in
+    plain torch, since no torch kernel supports them.
+
+    `rows`: queries, keys and values as in `_attend`. `mask` [n, n] is True where a query attends to
+    a key; None: causal.
     """
     query, key, value = rows
     heads, length = query.shape[1], query.shape[2]

@@ -89,7 +89,9 @@ class FSDPRunner(ModelRunner):
 
 
 def _in_rows(outputs: Tensor, fed: Feed) -> Tensor:
-    """Scatters outputs [N] into [B, T], leaving out the filler token of an empty micro-batch.
+    """Scatters the outputs [N] of the target tokens of `fed` into [B, T], leaving out the filler
+    token of an empty micro-batch.
+
     Differentiable even without targets, so that the backward pass runs through every layer.
     """
     size = fed.rows * fed.columns

@@ -36,8 +36,10 @@ def share_layers(
     group: Any,
 ) -> None:
     """Replaces each parameter in `splits` by this process's share, and adds the necessary
-    communication to the forward passes of the affected modules.
-    `styles` and `splits` are those of `decoder.tensor_plan`. The model is on the meta device.
+    communication over the process group `group` to the forward passes of the affected modules.
+
+    `styles` and `splits` are the results of `decoder.tensor_plan.styles_of` and `splits_of`.
+    `network` contains the modules of `model`, which is on the meta device.
     """
     shares: dict[int, nn.Parameter] = {}  # by id of the whole parameter: tied ones stay tied
     for name, split in splits.items():
@@ -96,8 +98,8 @@ def _experts(moe: Forward, group: Any) -> Forward:
 
 
 def _words(embedding: Any, group: Any, first: int, stop: int) -> Forward:
-    """Returns a forward function that looks up vocabulary rows first ... stop - 1 on this process
-    and adds the results of the other processes.
+    """Returns a forward function for `embedding` that looks up vocabulary rows first ... stop - 1
+    on this process, and sums the results over the processes of `group`, which hold the other rows.
     """
     looked_up: Forward = embedding.forward
     padding = embedding.padding_idx  # the token whose row is not trained

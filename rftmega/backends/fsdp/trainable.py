@@ -176,8 +176,10 @@ class FSDPModel:
     ) -> None:
         """Restores weights and, with `optimizer` and `schedule`, the optimizer's state and the
         learning-rate schedule.
-        Without `strict`, weights that the checkpoint lacks stay as they are. Raises CheckpointError
-        if a required tensor is missing, or if the checkpoint is corrupt.
+
+        `stored` reads this model's tensors from a training checkpoint. Without `strict`, weights
+        that the checkpoint lacks stay as they are. Raises CheckpointError if a required tensor is
+        missing, or if the checkpoint is corrupt.
         """
         manager = self.manager
         stored.fill(

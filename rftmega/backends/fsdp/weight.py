@@ -29,5 +29,7 @@ class Weight:
         return self.parameter.requires_grad
 
     def shards(self) -> list[Shard]:
-        """Returns the shards of this process's rows, in the forward pass's dtype."""
+        """Returns this process's rows in the forward pass's dtype as shards: tensors with the
+        blocks of Hugging Face tensors that they hold.
+        """
         return [plan.of(self.pushed) for plan in self.plans]

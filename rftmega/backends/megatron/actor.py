@@ -63,10 +63,12 @@ class MegatronActor(MegatronModel):
     def log_probs(
         self, rows: Rows[Column], *, temperature: float | None = None
     ) -> TokenStats[Column]:
-        """Returns the log-prob and entropy of every target token on the host, without gradient.
-        `temperature`: None for `cfg.rollout.temperature`. MoE layers replay the expert choices in
-        `rows.routes`; without any, and with rollout.router_replay=trainer, the result contains the
-        routers' own choices.
+        """Returns the log-prob and entropy of every target token (all but the first of each row) on
+        the host, without gradient.
+
+        `rows`: token sequences of prompt and completion. `temperature`: None for
+        `cfg.rollout.temperature`. MoE layers replay the expert choices in `rows.routes`; without
+        any, and with rollout.router_replay=trainer, the result contains the routers' own choices.
         """
         found: TokenStats[Column] = self.runner.score(
             rows, temperature=temperature, record=self.records and rows.routes is None
@@ -74,9 +76,11 @@ class MegatronActor(MegatronModel):
         return found
 
     def reference_log_probs(self, rows: Rows[Column]) -> TokenStats[Column]:
-        """Returns the log-prob and entropy of every target token under the reference weights, whose
-        routers choose experts themselves.
-        Raises AssertionError if no reference weights are kept.
+        """Returns the log-prob and entropy of every target token (all but the first of each row)
+        under the reference weights, whose routers choose experts themselves.
+
+        `rows`: token sequences of prompt and completion. Raises AssertionError if no reference
+        weights are kept.
         """
         assert self.reference is not None, (
             "algorithm.kl.coef is 0, so no reference weights are kept"

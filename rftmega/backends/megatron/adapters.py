@@ -42,7 +42,9 @@ Replicas = Sequence[tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True)
 class AdapterDelta:
-    """AdapterDelta is a `shards.Addend`: the delta that an adapter adds to a weight."""
+    """AdapterDelta is the delta that an adapter adds to a weight, in a form (`shards.Addend`) that
+    is added when a shard of the weight is read.
+    """
 
     adapter: LowRankAdapter
 
@@ -56,7 +58,8 @@ class Adapters:
     """Adapters holds the LoRA adapters on this process's part of a model.
 
     `bound` lists their matrices with conversion rules, like the model's weights; `replicas` lists,
-    in the same order, the replica indices of each matrix.
+    in the same order, the replica indices of each matrix: this process's indices among the
+    processes that hold the same values (0: the first of them).
     """
 
     def __init__(
@@ -69,7 +72,10 @@ class Adapters:
     ):
         """Freezes all weights of the chunks, and adds adapters (zero matrices) to the weights in
         `base` that `layers` describe.
-        `base`: each weight with its conversion rule and its replica indices.
+
+        `chunks`: this process's unwrapped pipeline chunks. `base`: each weight with its conversion
+        rule and its replica indices (this process's indices among the processes with the same
+        block). `options`: LoRA rank, scaling and dropout.
         """
         self.options, self.topology = options, topology
         self.targets = frozenset(target for layer in layers for target in layer.targets)
@@ -101,7 +107,10 @@ class Adapters:
                 self._bind(adapter, layer, item, pieces)
 
     def _added(self, module: Any, number: int, layer: AdaptedLayer, item: Bound) -> LowRankAdapter:
-        """Creates an adapter for weight `number` of a module, attaches it and returns it."""
+        """Creates an adapter for weight `number` of a module, attaches it and returns it.
+
+        `layer` describes the adapter, `item` is the weight with its conversion rule.
+        """
         options, topology = self.options, self.topology
         of_expert = item.expert is not None
         if layer.of_embedding:
@@ -131,8 +140,10 @@ class Adapters:
     def _bind(
         self, adapter: LowRankAdapter, layer: AdaptedLayer, item: Bound, pieces: Replicas
     ) -> None:
-        """Appends the adapter's matrices to `bound` and `replicas`; `pieces` are the replica
-        indices of the weight.
+        """Appends the adapter's matrices, with their conversion rules from `layer`, to `bound` and
+        `replicas`.
+
+        `item`: the adapted weight. `pieces`: the replica indices of the weight.
         """
         topology = self.topology
         sharer = topology.tensor_rank if item.expert is None else topology.expert_tensor_rank
@@ -148,8 +159,8 @@ class Adapters:
 
     @torch.no_grad()
     def load(self, whole: Whole) -> None:
-        """Fills all LoRA matrices of this process; `whole` returns a Hugging Face tensor by name
-        and shape.
+        """Fills this process's LoRA matrices with values from `whole(name, shape)`, which returns
+        the matrix with this Hugging Face name.
         """
         for item in self.bound:
             self._fill(item, whole)
@@ -162,20 +173,20 @@ class Adapters:
         item.parameter.copy_(shard(item.rule, parts, item.rank, item.ranks))
 
     def has_pair(self, name: str) -> bool:
-        """Returns whether an adapter's HF tensor belongs to a targeted module; the matrices of
-        other HF tensors in the same weight are zeros.
+        """Returns whether the HF tensor `name` of an adapter belongs to a targeted module; the
+        matrices of other HF tensors in the same weight are zeros.
         """
         return target_of(name) in self.targets
 
     def is_filler(self, name: str) -> bool:
-        """Returns whether an HF tensor is filler: the zero B matrix of a module that is not
-        targeted, but part of the same weight as a targeted module.
+        """Returns whether the HF tensor `name` of an adapter is filler: the zero B matrix of a
+        module that is not targeted, but part of the same weight as a targeted module.
         """
         return name.endswith(UP) and not self.has_pair(name)
 
     def merged(self, item: Bound) -> Shard:
-        """Returns the shard of a model weight with its adapter's delta, which is added when the
-        shard is read; the weight stays unchanged.
+        """Returns the shard of the model weight `item` with its adapter's delta, which is added
+        when the shard is read; the weight stays unchanged.
         """
         held, adapter = item.shard(), self._on.get(id(item.parameter))
         if adapter is None:
@@ -183,7 +194,9 @@ class Adapters:
         return Shard(held.logical, held.parts, held.tensor, AdapterDelta(adapter))
 
     def shards(self) -> list[Shard]:
-        """Returns the shards of the LoRA matrices."""
+        """Returns this process's shards of the LoRA matrices: tensors with the blocks of Hugging
+        Face tensors that they hold.
+        """
         return [item.shard() for item in self.bound]
 
     @contextmanager
@@ -203,7 +216,11 @@ class Adapters:
 
 
 def _members(layer: AdaptedLayer, item: Bound) -> Tensor:
-    """Returns [rows, pairs]: 1 where a row of this process's weight belongs to a LoRA pair, else 0."""
+    """Returns [rows, pairs]: 1 where a row of this process's weight `item` belongs to a LoRA pair,
+    else 0.
+
+    A fused weight such as qkv has several pairs; `layer` names the parts that have one.
+    """
     if layer.row_parallel:
         return torch.ones(len(item.parameter), 1)
     found = torch.zeros(len(item.parameter), len(layer.parts))
@@ -214,8 +231,11 @@ def _members(layer: AdaptedLayer, item: Bound) -> Tensor:
 
 
 def counted_once(base: Sequence[tuple[Bound, Replicas]]) -> Iterator[Shard]:
-    """Yields the shards of the exported weights of a model, so that each element is yielded on one
-    process only.
+    """Yields shards of the exported weights in `base`, such that each element of the model is
+    yielded on one process only.
+
+    `base`: this process's weights with their replica indices; the process that has index 0
+    everywhere yields the weight.
     """
     for item, pieces in base:
         if item.rule.exported and not any(any(piece) for piece in pieces):
@@ -223,8 +243,8 @@ def counted_once(base: Sequence[tuple[Bound, Replicas]]) -> Iterator[Shard]:
 
 
 def compare_copies(item: Bound, folder: PEFTFolder) -> None:
-    """Compares this process's part of a weight with PEFT's copy of the weight in a folder, if there
-    is one; `PEFTFolder.compare` records a difference.
+    """Compares this process's part of a frozen weight with the copy of it that PEFT saved in the
+    adapter folder `folder`, if there is one; `PEFTFolder.compare` records a difference.
     """
     (first, *_), held = item.rule.hf, item.parameter.detach()
 
@@ -236,8 +256,8 @@ def compare_copies(item: Bound, folder: PEFTFolder) -> None:
 
 
 def pack_base(base: Sequence[Bound]) -> list[PackedWeight]:
-    """Quantises the linear layers of a frozen model to int8 for their copy on the host, logs the
-    error, and returns the packed weights.
+    """Quantises the linear layers among the frozen weights `base` to int8 for their copy on the
+    host, logs the quantisation error, and returns the packed weights.
     """
     weights = [item.parameter.detach() for item in base if all(map(is_linear, item.hf_names))]
     packed, error = pack(weights, wide=COLUMNS_OF_A_SCALE)

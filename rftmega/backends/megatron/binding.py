@@ -28,7 +28,9 @@ class Bound:
     ranks: int
 
     def shard(self) -> Shard:
-        """Returns the parameter as a shard of Hugging Face tensors."""
+        """Returns the parameter as a shard: the tensor with the blocks of Hugging Face tensors that
+        it holds.
+        """
         logical = logical_tensor(self.rule, self.layer, self.expert, self.parameter.dtype)
         return Shard(logical, shard_parts(self.rule, self.rank, self.ranks), self.parameter)
 
@@ -40,10 +42,12 @@ class Bound:
 def bind(
     chunks: Sequence[Module], rules: Sequence[Rule], topology: Topology, *, experts: int = 0
 ) -> list[Bound]:
-    """Returns one Bound for each parameter of `chunks`, in the order of the rules within each
-    layer; `experts` is the number of experts of the whole model.
-    Raises WeightMismatch for a parameter without a rule, for a layer's rule without a parameter,
-    and for a parameter of another shape than its rule says.
+    """Returns one Bound for each parameter of `chunks`, in the order of the conversion rules within
+    each layer.
+
+    `chunks`: this process's unwrapped pipeline chunks. `experts`: the number of experts of the
+    whole model. Raises WeightMismatch for a parameter without a rule, for a layer's rule without a
+    parameter, and for a parameter of another shape than its rule says.
     """
     return [
         bound

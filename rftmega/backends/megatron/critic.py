@@ -40,7 +40,7 @@ class MegatronCritic(MegatronModel):
 
     def values(self, rows: Rows[Column]) -> Column:
         """Returns the value of the state in which each target token is chosen, on the host, without
-        gradient.
+        gradient; `rows` are token sequences of prompt and completion.
         """
         found: Column = self.runner.score(rows).value
         return found

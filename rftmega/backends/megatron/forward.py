@@ -51,7 +51,11 @@ class HiddenProcessor(Protocol):
     ) -> dict[str, Tensor]:
         """Returns named tensors [N], computed from `hidden` [N, H] and `weight` [V, H], this
         process's rows of the LM head.
-        `pair`: the factors of an adapter on the LM head, as `linear_stats` takes them.
+
+        `temperature`: divisor of the logits, one number or [N]. `tensor_group`: the tensor-parallel
+        group over which the vocabulary is split. `pair`: the factors of an adapter on the LM head,
+        as `linear_stats` takes them. `arguments`: the packed `logits_processor_args` of
+        `custom_forward`, [N] each.
         """
 
 
@@ -100,7 +104,9 @@ class Packing:
     context: tuple[int, int] = (0, 1)
 
     def take(self, grid: Tensor) -> Tensor:
-        """Packs [rows, columns], or one value per row [rows], into [N] on the model's device.
+        """Packs `grid` [rows, columns], or one value per row [rows], into [N], the values of this
+        process's slots, on the model's device.
+
         Filler slots get 0, or 1 for values per row.
         """
         if grid.dim() == 1:
@@ -114,17 +120,20 @@ class Packing:
         return flat[self.slots_on_host].to(self.slots.device, non_blocking=True)
 
     def take_vectors(self, grid: Tensor, *, whole: bool = False, fill: int = 0) -> Tensor:
-        """Packs [rows, columns, ...] on the host into [N, ...] on the device; filler slots get
-        `fill`.
-        `whole`: for the slots of all context-parallel processes instead of this one's.
+        """Packs `grid` [rows, columns, ...] on the host into [N, ...] on the device; filler slots
+        get `fill`.
+
+        `whole`: pack for the slots of all context-parallel processes instead of this process's
+        slots.
         """
         flat = torch.cat([grid.flatten(0, 1), grid.new_full((1, *grid.shape[2:]), fill)])
         slots = self.whole if whole else self.slots_on_host
         return flat[slots].to(self.slots.device, non_blocking=True)
 
     def put(self, values: Tensor) -> Tensor:
-        """Unpacks [N, ...] into [rows, columns, ...], with 0 where there is no token; every
-        context-parallel process gets the whole rows.
+        """Unpacks `values` [N, ...] of this process's slots into [rows, columns, ...], with 0 where
+        there is no token; every context-parallel process gets the whole rows.
+
         Differentiable. Since all context-parallel processes then compute the same loss, only one of
         them may count it.
         """
@@ -165,10 +174,12 @@ def pack(
 ) -> Packing:
     """Packs the True positions of `mask` [rows, columns] (on the host) row by row; an empty batch
     consists of filler only.
-    Every row is padded to a multiple of 2 x `context`, and process `context_rank` takes its two
-    zig-zag chunks; the number of tokens of a process is divisible by `tensor_multiple` (see
-    `token_multiple`). `row_length` pads every row to this length, `total_length` pads the whole
-    sequence. Raises ValueError if one of these two lengths is too short.
+
+    Every row is padded to a multiple of 2 x `context`, and process `context_rank` of the `context`
+    processes in `context_group` takes its two zig-zag chunks; the number of tokens of a process is
+    divisible by `tensor_multiple` (see `token_multiple`). `row_length` pads every row to this
+    length, `total_length` pads the whole sequence. Index tensors are sent to device `where`. Raises
+    ValueError if one of these two lengths is too short.
     """
     rows, columns = mask.shape
     unit = 2 * context if context > 1 else 1
@@ -240,7 +251,7 @@ def token_multiple(config: TransformerConfig) -> int:
 
 def packed_length(counts: Sequence[int], *, tensor_multiple: int = 1, context: int = 1) -> int:
     """Returns the number of slots, filler included, into which `pack` packs rows of `counts`
-    tokens, summed over the context-parallel processes.
+    tokens, summed over the `context` context-parallel processes; `tensor_multiple` as for `pack`.
     """
     unit = 2 * context if context > 1 else 1
     multiple = math.lcm(unit, context * tensor_multiple)
@@ -338,8 +349,8 @@ def custom_forward(
 
 
 def _seen_by_routers(packing: Packing, chunk: GPTModel, tensor_group: Any) -> slice:
-    """Returns the range of this process's packed slots whose tokens its routers process: all, or
-    under sequence parallelism this rank's share.
+    """Returns the range of this process's packed slots whose tokens its MoE routers process: all
+    slots, or under sequence parallelism this rank's share of them.
     """
     size = len(packing.slots_on_host)
     if not chunk.config.sequence_parallel:
@@ -353,6 +364,9 @@ def _seen_by_routers(packing: Packing, chunk: GPTModel, tensor_group: Any) -> sl
 def _routed(packing: Packing, routes: RouteInputs | None, own: slice) -> Iterator[None]:
     """Makes the MoE layers, within a `with` block, use the expert choices of `routes`, or record
     their own choices in `routes` if none are given.
+
+    `own`: range of the packed slots whose tokens this process's routers process. `routes` None:
+    nothing is replayed or recorded.
     """
     if routes is None:
         yield
@@ -379,8 +393,8 @@ def _run(
     *,
     hidden_only: bool,
 ) -> Tensor:
-    """Returns the chunk's hidden states [N, 1, H], or on the last stage without `hidden_only` the
-    logits [1, N, V / TP].
+    """Runs the pipeline chunk on the packed token ids `ids` [1, N]; returns its hidden states [N,
+    1, H], or on the last stage without `hidden_only` the logits [1, N, V / TP].
     """
     rotary = getattr(chunk, "rotary_pos_emb", None)
     rank, ranks = packing.context

@@ -22,8 +22,10 @@ def refuse_strangers(
     experts: int,
     allowed: frozenset[str],
 ) -> None:
-    """Raises CheckpointError for tensors that seem to belong to another model: no rule reads them,
-    and the architecture is not known to ignore them.
+    """Raises CheckpointError for tensors of the folder `files` that seem to belong to another
+    model: no conversion rule in `rules` reads them, and the architecture of `hf_config`
+    (config.json) is not known to ignore them.
+
     Tensors in `allowed` may stay unread. `experts`: number of experts of the model.
     """
     layers = completed(hf_config)["num_hidden_layers"]
@@ -55,7 +57,7 @@ HEADS = frozenset({HEAD, f"language_model.{HEAD}"})  # left out by a value model
 
 def refuse_another_head(files: HFFolder, bound: Sequence[Bound]) -> None:
     """Raises CheckpointError if the folder of a model with tied embeddings contains an LM head that
-    differs from the embedding.
+    differs from the embedding, as far as this process's parameters `bound` contain it.
     """
     for item in bound:
         if HEAD in files and isinstance(item.rule, Vocabulary) and item.hf_names[0] != HEAD:
@@ -73,8 +75,9 @@ def refuse_another_head(files: HFFolder, bound: Sequence[Bound]) -> None:
 
 @torch.no_grad()
 def refuse_non_finite(folder: str | Path, bound: Sequence[Bound]) -> None:
-    """Raises CheckpointError, naming the loaded tensors with NaN or infinity; a collective, with
-    the same result on every process.
+    """Raises CheckpointError, naming the tensors with NaN or infinity among the loaded parameters
+    `bound`; a collective, with the same result on every process.
+
     The folder contains such numbers, or numbers that are too large for the training dtype.
     """
     mine = [name for item in bound for name in _non_finite(item)]
@@ -87,7 +90,9 @@ def refuse_non_finite(folder: str | Path, bound: Sequence[Bound]) -> None:
 
 
 def _non_finite(item: Bound) -> set[str]:
-    """Returns the names of the HF tensors whose part of this parameter contains NaN or infinity."""
+    """Returns the names of the HF tensors whose part of the parameter `item` contains NaN or
+    infinity.
+    """
     if is_finite(item.parameter):
         return set()
     found = set()

@@ -177,6 +177,8 @@ class MegatronModelManager:
     ) -> None:
         """Assigns conversion rules to the weights, loads the weights except `borrowed` ones, and
         adds adapters if they are configured.
+
+        `files`: the Hugging Face folder; None if the weights are in a distributed checkpoint.
         """
         experts = self.description.experts.number if self.description.experts else 0
         self.bound: list[Bound] = bind(self.chunks, rules, self.topology, experts=experts)
@@ -237,7 +239,7 @@ class MegatronModelManager:
 
     def read_ahead(self, batches: Iterable[RowImages | None]) -> None:
         """Starts to read the images of the next micro-batches in the background, if this process
-        runs the vision encoder.
+        runs the vision encoder; `batches` holds the images of each micro-batch's rows, or None.
         """
         sees = isinstance(self.description.tower, VisionTower)
         if sees and any(chunk.pre_process for chunk in self.chunks):
@@ -257,8 +259,8 @@ class MegatronModelManager:
         return [self.adapters.merged(item) for item in self.bound if item.rule.exported]
 
     def sum_of_weights(self) -> int:
-        """Returns a checksum of the model's weights without adapters that does not depend on the
-        layout; a collective.
+        """Returns a checksum of the model's weights (without adapters), which is the same in every
+        parallel layout; a collective.
         """
         held = zip(self.bound, self.replicas, strict=True)
         return frozen_weights.sum_of(counted_once(list(held)), self.where)
@@ -425,7 +427,7 @@ class MegatronModelManager:
         )
 
     def train(self, learning: bool) -> None:
-        """Switches the model to training, where dropout may apply, or to scoring."""
+        """Switches the model to training (`learning`), where dropout may apply, or to scoring."""
         for chunk in self.model:
             chunk.train(learning)
 
@@ -459,7 +461,9 @@ class MegatronModelManager:
     def refuse_lost_gradient(self) -> None:
         """Raises NothingTrained, on every process, if the adapters of a value model get no gradient
         although its value head gets one (see `ActiveAdapters`).
-        For value models with adapters it is a collective, until a gradient was seen once.
+
+        The check is a collective. It ends with the first step in which the adapters have a
+        gradient; models without adapters and policies are not checked.
         """
         if self.adapters is None or not self.value_model or self._reached.seen:
             return

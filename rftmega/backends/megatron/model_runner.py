@@ -58,8 +58,9 @@ class MegatronRunner(ModelRunner):
         return packed_length(counts, tensor_multiple=multiple, context=self.topology.context)
 
     def _run(self, batches: Sequence[MicroBatch], *, forward_only: bool) -> list[Any]:
-        """Returns on the last stage the statistics of each micro-batch or, after training, its
-        metric sums and statistics; [] on the other stages.
+        """Runs the micro-batches through the pipeline schedule. Returns on the last stage the
+        statistics of each micro-batch or, after training, its metric sums and statistics; [] on the
+        other stages.
         """
         # Narayanan et al. (arXiv:2104.04473, section 2.2): the bubble is (p - 1) / (v m) of the
         # ideal time, here as two sums.
@@ -101,8 +102,8 @@ class MegatronRunner(ModelRunner):
         return shown, finish
 
     def _routes(self, batch: MicroBatch) -> RouteInputs | None:
-        """Returns the expert choices to replay, or a place to record the routers' choices; None if
-        neither is needed.
+        """Returns the expert choices to replay in a micro-batch, or an empty record for the
+        routers' own choices; None if neither is needed.
         """
         if batch.rows.routes is None and batch.chosen is None:
             return None
@@ -116,8 +117,8 @@ class MegatronRunner(ModelRunner):
         return RouteInputs(given, batch.chosen)
 
     def _images(self, rows: Rows, model: Any) -> ImageTensors | WaveformTensors | None:
-        """Returns the chunk's inputs from the rows' images or waveforms; None for a model without
-        vision or audio encoder.
+        """Returns the inputs that the pipeline chunk `model` needs for the images or waveforms of
+        the rows; None for a model without vision or audio encoder.
         """
         tower = self.manager.description.tower
         if tower is None:
@@ -136,8 +137,12 @@ class MegatronRunner(ModelRunner):
         return self.stats(output) if self.processor is None else self.stats(**output)
 
     def _loss(self, batch: MicroBatch, output: Any, shown: Any) -> tuple[Tensor, Tensor, Any]:
-        """Returns the three results that Megatron expects: the local loss sum (differentiable), an
-        integer count, and the collected values.
+        """Returns the three results that Megatron expects of a loss function: the local loss sum
+        (differentiable), the number of tokens in it (an integer tensor; 0 on all context-parallel
+        ranks but one), and an object, here (the sums of the metrics, the detached statistics).
+
+        `output`: the chunk's output. `shown`: the tensor of it that Megatron's schedule passes; not
+        used.
         """
         total, count, collected = self.trained(self._stats(batch, output), batch)
         # Context-parallel processes all have the whole rows, and their gradients are summed: one of

@@ -26,7 +26,8 @@ MOMENTUM = "momentum_buffer"  # of Muon
 def model_tensors(
     manager: MegatronModelManager, average: AveragedWeights | None
 ) -> Iterator[ShardBox]:
-    """Yields the trained weights and, if `average` is given, their average.
+    """Yields a ShardBox for each block of a Hugging Face tensor in this process's trained weights
+    and, if `average` is given, in their moving average.
 
     With adapters, only the adapters' tensors are trained.
     """
@@ -89,8 +90,9 @@ def optimizer_tensors(
 
 @torch.no_grad()
 def read_main_parameters(manager: MegatronModelManager) -> None:
-    """Reads the float32 main parameters from the model's folder if its dtype is more precise than
-    that of the weights.
+    """Reads the float32 main parameters from the model's folder if the folder's dtype is more
+    precise than that of the weights.
+
     Megatron derives main parameters from the weights, which are rounded already: optimizer steps
     smaller than the rounding would be lost.
     """
@@ -121,8 +123,9 @@ def _is_sharded(inner: Any) -> bool:
 
 
 def _owned(inner: Any) -> Iterator[tuple[Tensor, Tensor, int]]:
-    """Yields (model parameter, the tensor that the optimizer updates for it, start of that tensor
-    in the flattened parameter).
+    """Yields, for each parameter that the Megatron optimizer `inner` updates on this process:
+    (model parameter, the tensor that is updated for it, index of that tensor's first element in the
+    flattened parameter).
     """
     if inner.optimizer is None:  # a process without trainable parameters
         return
@@ -172,8 +175,8 @@ def _range(
 
 
 def _ends_in_padding(part: ShardPart, parameter: Tensor) -> bool:
-    """Returns whether a part consists of the first columns of all rows of a matrix, whose other
-    columns are padding of the vocabulary.
+    """Returns whether `part` consists of the first columns of all rows of the matrix `parameter`,
+    whose other columns are padding of the vocabulary.
     """
     return part.offset == (0, 0) and shape_of(part.box)[0] == len(parameter)
 
@@ -228,8 +231,8 @@ def _begin_states(optimizer: Any, steps: int, moments: tuple[str, ...]) -> None:
 
 
 def schedule_steps(manager: MegatronModelManager) -> int:
-    """Returns the number of optimizer steps taken, by the learning-rate schedule, which is one step
-    ahead.
+    """Returns the number of optimizer steps taken, according to the learning-rate schedule, whose
+    own counter is one step ahead.
     """
     return int(manager.scheduler.num_steps) - 1
 

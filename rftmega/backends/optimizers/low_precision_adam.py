@@ -20,7 +20,7 @@ class LowPrecisionAdam(AdamW8bit):
     """LowPrecisionAdam is AdamW with 8-bit moments, which have one scale per block of 256 elements."""
 
     def __init__(self, groups: list[dict[str, Any]]):
-        """Uses the parameter groups of another optimizer, without copying them."""
+        """Uses `groups`, the parameter groups of another optimizer, without copying them."""
         # torch refuses views, which Megatron's distributed optimizer steps
         super().__init__([torch.empty(0)])
         self.param_groups = groups

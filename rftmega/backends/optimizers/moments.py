@@ -25,7 +25,9 @@ class MomentValues:
     """
 
     def __init__(self, residency: Residency):
-        """Stores the residency of the model that the optimizer belongs to."""
+        """Stores `residency`, which knows whether the tensors of the optimizer and its model are on
+        the device or offloaded to the host.
+        """
         self._residency = residency
         self._copies: list[tuple[Any, Tensor]] = []
 

@@ -15,10 +15,12 @@ from rftmega.core.types import Auxiliary, Experience, LossFn, TokenLoss
 
 
 def beside(first: LossFn, experience: Experience[Any], auxiliary: Auxiliary, stats: Any) -> LossFn:
-    """Returns the scaled auxiliary loss, which is summed with the loss `first` over `experience`
-    before gradients are divided by the count of `first`.
-    It applies to any part of the auxiliary rows. If `first` counts nothing (all completions are
-    left out), the auxiliary loss counts instead. `stats`: see `counted`.
+    """Returns the loss function of `auxiliary`, scaled such that its sum can be added to that of
+    `first` before gradients are divided by the count of `first` (number of tokens in the loss).
+
+    It applies to any part of the auxiliary rows. `experience`: all rows of the step on which
+    `first` is computed. `stats`: see `counted`. If `first` counts nothing (all completions are left
+    out), the auxiliary loss counts instead.
     """
     count = counted(first, experience, stats)
     own = counted(auxiliary.loss_fn, auxiliary.experience, stats)
@@ -38,8 +40,11 @@ def beside(first: LossFn, experience: Experience[Any], auxiliary: Auxiliary, sta
 
 
 def counted(loss_fn: LossFn, experience: Experience[Any], stats: Any) -> int:
-    """Returns the total count of `loss_fn` over `experience`; the count is computed from statistics
-    that are all zero, of class `stats` (TokenStats or TokenValues).
+    """Returns the number of tokens (or other terms) over which `loss_fn` averages, its
+    `TokenLoss.count`, in all rows of `experience`.
+
+    The loss is called with statistics that are all zero, of class `stats` (TokenStats or
+    TokenValues).
     """
     names = stats.__dataclass_fields__
     count = 0

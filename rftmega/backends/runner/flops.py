@@ -17,7 +17,9 @@ OF_FROZEN = 1  # the same if the weights are frozen, and adapters are trained
 
 
 def forward_flops(model: ModelDescription, rows: Iterable[int], *, value_head: bool = False) -> int:
-    """Returns the FLOPs of one forward pass; `rows` lists the number of tokens of each row.
+    """Returns the FLOPs of one forward pass over all rows (token sequences); `rows` lists the
+    number of tokens of each row.
+
     `value_head`: the model computes one value per token instead of logits.
     """
     rows = list(rows)
@@ -56,8 +58,9 @@ def _projections(model: ModelDescription) -> int:
 
 
 def _attention(model: ModelDescription, tokens: int) -> int:
-    """Returns the FLOPs, for one row in all layers, of the attention scores and of their products
-    with the values.
+    """Returns the FLOPs, for one row of `tokens` tokens in all layers, of the attention scores and
+    of their products with the values.
+
     A sliding window limits the number of tokens that a token attends to.
     """
     latent = model.latent
@@ -90,8 +93,8 @@ def tower_flops(tower: VisionTower, grids: Iterable[tuple[int, int, int]]) -> in
 
 
 def _windowed(tower: VisionTower, height: int, width: int) -> int:
-    """Returns the number of (query, key) pairs of patches within the attention windows of one
-    image.
+    """Returns the number of (query, key) pairs of patches within the attention windows of one image
+    of `height` x `width` patches.
     """
     if not tower.window:
         return (height * width) ** 2

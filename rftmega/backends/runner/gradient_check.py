@@ -17,8 +17,9 @@ class ActiveAdapters:
     def refuse_lost(self, adapters: Iterable[Tensor], head: Iterable[Tensor]) -> None:
         """Raises NothingTrained, on every process, if the value head has a nonzero gradient and the
         adapters have none; a collective.
-        `adapters`, `head`: this process's gradients. The norm of all gradients would not reveal the
-        error.
+
+        `adapters`, `head`: this process's gradients of the two. A norm over all gradients would not
+        reveal the error.
         """
         reached, pulls = _anywhere(adapters), _anywhere(head)
         self.seen = bool(reached)

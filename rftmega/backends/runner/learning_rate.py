@@ -7,7 +7,8 @@ from rftmega.config import OptimizerConfig
 
 def learning_rate(chosen: OptimizerConfig, step: int, *, steps: int) -> float:
     """Returns the learning rate of optimizer step `step` (counted from 1) of a run with `steps`
-    optimizer steps.
+    optimizer steps and the options `chosen`.
+
     It rises linearly over `warmup_steps`. Then it stays constant, or falls to `min_learning_rate`
     linearly or along half a cosine (Loshchilov and Hutter, arXiv:1608.03983, without restarts). The
     step after the last one would reach the minimum.

@@ -25,9 +25,10 @@ def plan_micro_batches(
     patch_cap: int | None = None,
     patch_weight: float = 0.0,
 ) -> list[list[list[int]]]:
-    """Assigns rows to micro-batches: returns [rank][micro-batch] -> row indices.
+    """Assigns rows (token sequences of the given `lengths`) to micro-batches of `data_parallel`
+    ranks: returns [rank][micro-batch] -> row indices. Every rank gets the same number of
+    micro-batches; some may be empty.
 
-    Every rank gets the same number of micro-batches; some may be empty.
     A row of n tokens with p image `patches` costs n + attention_weight * n^2 + patch_weight * p
     (the share of attention in a layer's work grows with the row). Karmarkar-Karp differencing gives
     the ranks nearly equal cost; a micro-batch holds at most `token_cap` tokens, `attention_cap`

@@ -52,8 +52,8 @@ class Ranks(Protocol):
 
     @property
     def data(self) -> int:
-        """Returns the number of processes, or of process groups that compute the same rows, over
-        which rows are split.
+        """Returns over how many processes, or groups of processes that compute the same rows, the
+        rows are split.
         """
 
     @property
@@ -85,7 +85,7 @@ class StepModel(Protocol):
         """Returns the learning rate of the next optimizer step."""
 
     def train(self, learning: bool) -> None:
-        """Switches the model to training, where dropout may apply, or to scoring."""
+        """Switches the model to training (`learning`), where dropout may apply, or to scoring."""
 
     def zero_grad(self) -> None: ...
 
@@ -152,8 +152,10 @@ class ModelRunner:
     def score(
         self, rows: Rows[Any], *, temperature: float | None = None, record: bool = False
     ) -> Any:
-        """Returns the statistics (`stats`) of every target token on the host, without gradient, in
-        the format of the columns of `rows`.
+        """Returns the statistics (of class `stats`: log-probs and entropies, or values) of every
+        target token of `rows` on the host, without gradient, in the format of the columns of
+        `rows`.
+
         `temperature`: None for `rollout.temperature`. `record`: the result also contains the expert
         choices of the tokens.
         """
@@ -186,6 +188,8 @@ class ModelRunner:
     ) -> Any:
         """Returns the expert choices of all rows, one copy per host, gathered from the choices that
         the processes recorded in their micro-batches.
+
+        `batches`: this process's micro-batches; `indices` lists the rows of each.
         """
         experts = self.stepped.description.experts
         assert experts is not None, "a dense model has no routes"
@@ -210,7 +214,10 @@ class ModelRunner:
 
     def _gathered(self, rows: Rows[Any], indices: Sequence[Tensor], found: Sequence[Any]) -> Any:
         """Returns the statistics of all rows, one copy per host, gathered from the processes'
-        micro-batches (`found`; `indices` lists the rows of each).
+        micro-batches.
+
+        `found`: the statistics of each of this process's micro-batches; `indices` lists the rows of
+        each.
         """
         own = []
         if self.ranks.speaks:
@@ -290,6 +297,8 @@ class ModelRunner:
     def trained(self, stats: Any, batch: MicroBatch) -> tuple[Tensor, Tensor, Any]:
         """Returns a micro-batch's local loss sum (differentiable), its integer count, and (the sums
         of its metrics, its detached statistics).
+
+        `stats`: the forward pass's statistics of the micro-batch's tokens, with gradient.
         """
         seen = self.stats(*(getattr(stats, name).detach() for name in self.names))
         loss = self._loss_of(stats, seen, batch)
@@ -307,7 +316,9 @@ class ModelRunner:
     def _refuse_lost_gradient(self, batches: Sequence[MicroBatch], found: Sequence[Any]) -> None:
         """Raises NothingTrained, on every process, if the loss has a gradient with respect to a
         statistic such as a log-prob, although no parameter has a gradient.
-        A loss without such a gradient (all advantages of the batch are 0) is a normal step.
+
+        `found`: the statistics of each of `batches`. A loss without such a gradient (all advantages
+        of the batch are 0) is a normal step.
         """
         pulled = torch.zeros(1, dtype=torch.int64, device=self.stepped.where)
         for batch, seen in zip(batches, found, strict=False):  # a stage without the loss has none
@@ -328,8 +339,11 @@ class ModelRunner:
     def _micro_batches(
         self, batch: Rows[Any] | Experience[Any], group_size: int = 1, *, passes: int
     ) -> list[Tensor]:
-        """Returns the row indices of each of this process's micro-batches, and records the cost
-        over all processes, as `passes` forward passes.
+        """Returns the row indices of each of this process's micro-batches of `batch`, and records
+        their cost over all processes.
+
+        Each group of `group_size` consecutive rows stays in one micro-batch. `passes`: the cost of
+        the computation in forward passes, such as 3 with a backward pass.
         """
         lengths, images = batch.lengths, batch.images
         plan = plan_micro_batches(
@@ -354,8 +368,8 @@ class ModelRunner:
         return [torch.tensor(rows, dtype=torch.int64) for rows in plan[self.ranks.data_rank]]
 
     def _count(self, fed: Sequence[Sequence[Sequence[int]]], passes: int) -> None:
-        """Records the tokens, slots and FLOPs of a pass; `fed` lists the number of tokens of each
-        row by data-parallel rank and micro-batch.
+        """Records the tokens, slots and FLOPs of all processes; `fed` lists the number of tokens of
+        each row by data-parallel rank and micro-batch, `passes` the cost in forward passes.
         """
         rows = [tokens for batches in fed for batch in batches for tokens in batch]
         recorder.count("tokens", sum(rows))
@@ -366,8 +380,9 @@ class ModelRunner:
         )
 
     def _count_images(self, fed: Sequence[RowImages], passes: int) -> None:
-        """Records the FLOPs of the vision or audio encoder in a pass; `fed` lists the images of
-        each micro-batch, where an image that several rows share counts once.
+        """Records the FLOPs of the vision or audio encoder; `fed` lists the images of each
+        micro-batch, where an image that several rows share counts once, `passes` the cost in
+        forward passes.
         """
         tower = self.stepped.description.tower
         assert tower is not None, "a model without a tower has no images"
@@ -385,8 +400,11 @@ class ModelRunner:
         micro_sums: Sequence[dict[str, Tensor]],
         losses: Sequence[tuple[LossFn, Experience[Any]]],
     ) -> Metrics:
-        """Returns each metric's sum over all micro-batches and ranks, divided by its total count,
-        and the count of the loss as "count"; one collective.
+        """Returns metric name -> mean: the metric's sum over all micro-batches and ranks divided by
+        its total count; "count" is the count of the loss. One collective.
+
+        `micro_sums`: the `sums_of` each of this process's micro-batches. `losses`: the step's loss
+        functions with their rows, from which every process derives the metrics' names.
         """
         # Stages that never see the loss get the names of its metrics from an empty batch.
         names = list(
@@ -415,8 +433,8 @@ class ModelRunner:
 
 
 def sums_of(loss: TokenLoss) -> dict[str, Tensor]:
-    """Returns metric name -> [2], the sum and the count of the loss and of every metric; both are
-    added up over micro-batches and ranks.
+    """Returns metric name -> [2]: the metric's weighted sum and its count, in float64, also for the
+    loss under the name "loss"; both are added up over micro-batches and ranks.
     """
     whole = TokenMetric(loss.value.detach(), loss.weight, loss.count)
     return {

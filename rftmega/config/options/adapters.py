@@ -84,7 +84,9 @@ class LoRA:
         return scaling_of(self.rank, self.alpha, rslora=self.rslora)
 
     def told(self, targets: Iterable[str]) -> dict[str, Any]:
-        """Returns the description of adapters on `targets` that a checkpoint stores."""
+        """Returns the settings of adapters that a checkpoint stores: rank, alpha, targets and
+        others that change the computation. `targets`: names of the layers that have adapters.
+        """
         said: dict[str, Any] = {"rank": self.rank, "alpha": self.alpha, "targets": sorted(targets)}
         if self.rslora:  # absent in earlier checkpoints
             said["rslora"] = True
@@ -94,7 +96,9 @@ class LoRA:
 
 
 def experts_targeted(targets: Sequence[str]) -> bool:
-    """Returns whether `targets` contains layers that experts have; an empty list means all layers."""
+    """Returns whether `targets`, the value of model.lora.targets, contains layers that experts
+    have; an empty list means all layers.
+    """
     return not targets or not set(targets) <= {*OF_ATTENTION, *OF_VOCABULARY}
 
 

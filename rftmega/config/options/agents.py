@@ -35,10 +35,14 @@ class Agent(EnvironmentPart):
     """
 
     renderer: str = "auto"
-    """Conversion of messages to tokens between turns, as for type: tools."""
+    """Conversion of messages to tokens between turns, as environment.renderer of type tools: auto,
+    template, or the name of a renderer.
+    """
 
     tool_parser: str = "auto"
-    """Format of tool calls in a completion, as for type: tools."""
+    """Format of tool calls in a completion, as environment.tool_parser of type tools: auto, or the
+    name of a parser.
+    """
 
 
 @dataclass(frozen=True)
@@ -54,7 +58,9 @@ class Verifiers(EnvironmentPart):
     """Options of the environment, as in its configuration; their values are not stored."""
 
     python: str = ""
-    """Python of a virtual environment that has `requirements/verifiers.txt` and the environment."""
+    """Path of a virtual environment's Python, in which requirements/verifiers.txt and the
+    environment are installed.
+    """
 
     seconds: Positive = 600.0
     """Maximum seconds of one rollout; after that it is cancelled and started again."""
@@ -63,7 +69,11 @@ class Verifiers(EnvironmentPart):
     """Maximum seconds for the process to load the environment."""
 
     renderer: str = "auto"
-    """Conversion of messages to tokens between turns, as for type: tools."""
+    """Conversion of messages to tokens between turns, as environment.renderer of type tools: auto,
+    template, or the name of a renderer.
+    """
 
     tool_parser: str = "auto"
-    """Format of tool calls in a completion, as for type: tools."""
+    """Format of tool calls in a completion, as environment.tool_parser of type tools: auto, or the
+    name of a parser.
+    """

@@ -22,7 +22,9 @@ from rftmega.config.options.parts import Advantage, ImportanceSampling, PolicyLo
 
 @dataclass(frozen=True)
 class GroupNorm(Advantage):
-    """GRPO: the reward minus the mean of the prompt's completions, over their standard deviation."""
+    """GRPO: a completion's reward minus the mean reward of its prompt's completions, over the
+    standard deviation of these rewards.
+    """
 
     compares_group: ClassVar[bool] = True
 
@@ -39,7 +41,7 @@ class GroupNorm(Advantage):
 
 @dataclass(frozen=True)
 class LeaveOneOut(Advantage):
-    """RLOO: the reward minus the mean of the prompt's other completions."""
+    """RLOO: a completion's reward minus the mean reward of its prompt's other completions."""
 
     compares_group: ClassVar[bool] = True
     takes_kl: ClassVar[bool] = True
@@ -49,7 +51,9 @@ class LeaveOneOut(Advantage):
 
 @dataclass(frozen=True)
 class Returns(Advantage):
-    """REINFORCE: the discounted sum of the rewards from a token on."""
+    """REINFORCE: a token's advantage is the discounted sum of its reward and the rewards of all
+    later tokens.
+    """
 
     takes_kl: ClassVar[bool] = True
 
@@ -78,8 +82,8 @@ class GAE(Advantage):
 @dataclass(frozen=True)
 class TurnNorm(Advantage):
     """GRPO over turns: each turn's reward minus the mean over all turns of the prompt's
-    completions, over their standard deviation; a token's advantage is the sum over its turn and
-    those that follow.
+    completions, over the standard deviation of these rewards; a token's advantage is the sum over
+    its turn and all later turns.
     """
 
     compares_group: ClassVar[bool] = True
@@ -87,12 +91,12 @@ class TurnNorm(Advantage):
     type: Literal["turn_norm"] = "turn_norm"
 
     scale_by_std: bool = True
-    """Divide by the standard deviation of the group's turns."""
+    """Divide by the standard deviation of the rewards of all turns of the prompt's completions."""
 
 
 @dataclass(frozen=True)
 class Clip(PolicyLoss):
-    """PPO: the smaller of ratio and clipped ratio, times the advantage."""
+    """PPO: the smaller of ratio x advantage and clipped ratio x advantage."""
 
     type: Literal["clip"] = "clip"
 
@@ -103,14 +107,14 @@ class Clip(PolicyLoss):
     """Clip the ratio above 1 + high."""
 
     dual: NotNegative = 0.0
-    """Bound the loss of a token with a negative advantage by dual (above 1) times its size; 0: no
-    bound.
+    """Bound the loss of a token with a negative advantage by dual (above 1) times the advantage's
+    size (dual-clip PPO); 0: no bound.
     """
 
 
 @dataclass(frozen=True)
 class GSPO(PolicyLoss):
-    """GSPO: like clip, with one ratio per completion."""
+    """GSPO: like clip, with one ratio per completion, the geometric mean of its tokens' ratios."""
 
     type: Literal["gspo"] = "gspo"
 
@@ -123,20 +127,22 @@ class GSPO(PolicyLoss):
 
 @dataclass(frozen=True)
 class CISPO(PolicyLoss):
-    """CISPO: the score function, weighted by the clipped ratio."""
+    """CISPO: REINFORCE's loss, -advantage x log-prob, weighted by the clipped ratio."""
 
     type: Literal["cispo"] = "cispo"
 
     low: NotNegative = 0.2
-    """Clip the weight below 1 - low; 1 or more: no clip."""
+    """Clip the ratio, which is the weight, below 1 - low; 1 or more: no clip."""
 
     high: NotNegative = 0.2
-    """Clip the weight above 1 + high."""
+    """Clip the ratio, which is the weight, above 1 + high."""
 
 
 @dataclass(frozen=True)
 class CPGD(PolicyLoss):
-    """CPGD: the clipped log-ratio, and a drift term."""
+    """CPGD: the clipped log-ratio x advantage, and a drift term that keeps the policy near the one
+    that sampled.
+    """
 
     type: Literal["cpgd"] = "cpgd"
 
@@ -155,14 +161,16 @@ class CPGD(PolicyLoss):
 
 @dataclass(frozen=True)
 class ScoreFunction(PolicyLoss):
-    """REINFORCE: the plain score function; correct for one optimizer step per rollout."""
+    """REINFORCE: -advantage x log-prob, without a ratio; correct for one optimizer step per
+    rollout.
+    """
 
     type: Literal["reinforce"] = "reinforce"
 
 
 @dataclass(frozen=True)
 class NoImportance(ImportanceSampling):
-    """No correction: the engine's log-probs are treated as the trainer's."""
+    """No correction: completions count as if the trainer's policy had sampled them."""
 
     type: Literal["none"] = "none"
 
@@ -174,27 +182,33 @@ class TokenImportance(ImportanceSampling):
     type: Literal["token"] = "token"
 
     cap: AtLeastOne = 2.0
-    """Maximum weight."""
+    """Maximum weight; larger ones are reduced to it."""
 
 
 @dataclass(frozen=True)
 class SequenceImportance(ImportanceSampling):
-    """One weight per completion: the product of its tokens' weights."""
+    """One weight per completion: the product of its tokens' ratios of the trainer's to the engine's
+    probability.
+    """
 
     type: Literal["sequence"] = "sequence"
 
     cap: AtLeastOne = 2.0
-    """Maximum weight."""
+    """Maximum weight; larger ones are reduced to it."""
 
 
 @dataclass(frozen=True)
 class MaskedImportance(ImportanceSampling):
-    """Drops the tokens whose probabilities differ most."""
+    """Mask: weight 0 for tokens whose probabilities under trainer and engine differ by more than
+    the factor cap, 1 for all others.
+    """
 
     type: Literal["mask"] = "mask"
 
     cap: AtLeastOne = 2.0
-    """Drop tokens whose weight lies outside 1 / cap to cap."""
+    """Drop tokens whose ratio of the trainer's to the engine's probability lies outside 1 / cap to
+    cap.
+    """
 
 
 @dataclass
@@ -244,8 +258,9 @@ class DynamicSamplingConfig:
     """
 
     oversample: AtLeastOne = 1.0
-    """Sample oversample x prompts_per_step prompts per round and stop once enough groups differ.
-    Unfinished prompts are used first afterwards.
+    """Sample this times trainer.prompts_per_step prompts per round, and stop once enough groups
+    have differing rewards. Prompts left over, unfinished or not needed, come first in the next
+    step.
     """
 
 
@@ -269,7 +284,9 @@ class AlgorithmConfig:
     policy_loss: Annotated[Clip | GSPO | CISPO | CPGD | ScoreFunction, Discriminator("type")] = (
         field(default_factory=Clip)
     )
-    """Policy loss of a token, from its ratio and advantage."""
+    """Policy loss of a token, from its advantage and the ratio of its probabilities under the
+    current and the old policy.
+    """
 
     importance_sampling: Annotated[
         NoImportance | TokenImportance | SequenceImportance | MaskedImportance,
@@ -281,8 +298,9 @@ class AlgorithmConfig:
         "token_mean"
     )
     """Loss aggregation: token_mean (every token has the same weight), sequence_mean (every
-    completion has), sequence_sum (tokens over the maximum response length, mean over completions)
-    or sequence_total (sum over tokens, mean over completions: a completion is one action).
+    completion has the same weight), sequence_sum (tokens over the maximum response length, mean
+    over completions) or sequence_total (sum over tokens, mean over completions: a completion is one
+    action).
     """
 
     kl: KLConfig = field(default_factory=KLConfig)
@@ -304,8 +322,8 @@ class AlgorithmConfig:
     """Weight of the entropy bonus."""
 
     ptx_coef: NotNegative = 0.0
-    """Weight of the cross entropy on data.ptx; each step trains on as many of its examples as it
-    has prompts. 0: none.
+    """Weight of the cross entropy on data.ptx; each step trains on trainer.prompts_per_step of its
+    examples. 0: none.
     """
 
     ema_beta: BelowOne = 0.0
@@ -317,8 +335,8 @@ class AlgorithmConfig:
     """Mini-batches per rollout, with one optimizer step each."""
 
     epochs_per_rollout: Count = 1
-    """Training epochs per rollout (num_iterations in TRL); the first in sampling order, further
-    ones shuffled.
+    """Training epochs per rollout (num_iterations in TRL); the first in the rollout's order,
+    further ones shuffled.
     """
 
     @property

@@ -46,10 +46,14 @@ class Tools(EnvironmentPart):
     """Maximum number of completions (turns) per rollout."""
 
     max_turn_tokens: NotNegativeInt = 0
-    """Maximum tokens of one completion; 0: as many as there is room for."""
+    """Maximum tokens of one completion; 0: as many as fit, with the conversation so far, in
+    rollout.max_prompt_tokens + max_response_tokens.
+    """
 
     max_tokens: NotNegativeInt = 0
-    """Maximum tokens of all completions of a rollout together; 0: as many as there is room for."""
+    """Maximum tokens of all completions of a rollout together, without the environment's messages;
+    0: as many as fit, with prompt and messages, in rollout.max_prompt_tokens + max_response_tokens.
+    """
 
     over_limit: Literal["learn", "zero", "drop"] = "learn"
     """Rollouts cut off by a limit. learn: scored and trained on as they are; zero: their reward is
@@ -62,7 +66,9 @@ class Tools(EnvironmentPart):
     """
 
     tool_parser: str = "auto"
-    """Format of tool calls in a completion, if no renderer of the library knows it."""
+    """Format of tool calls in a completion, if no renderer of the library is used: auto (from the
+    chat template), hermes, mistral, llama-3, gpt-oss, deepseek-v3, glm or qwen3.5.
+    """
 
 
 @dataclass(frozen=True)
@@ -72,7 +78,7 @@ class GivenEnvironment(EnvironmentPart):
     type: Literal["python"] = "python"
 
     name: str = ""
-    """Name of its class, as rftmega.train sets it."""
+    """Name of the environment's class; rftmega.train sets it."""
 
 
 _given: dict[str, Any] = {}

@@ -76,8 +76,8 @@ IMPLEMENTATIONS: dict[type, Callable[..., Any]] = {}
 
 
 def implements(options: type) -> Callable[[Function], Function]:
-    """Returns a decorator that registers a function as the implementation of the component with the
-    options dataclass `options`.
+    """Returns a decorator that registers a function as the implementation of a component;
+    `options`: the component's dataclass of options.
 
     Raises TypeError for a class that is not a component, and ValueError if the component already
     has an implementation.
@@ -105,6 +105,8 @@ def kind_of(options: type) -> type | None:
 
 
 def type_of(options: type) -> str:
-    """Returns the name by which a config selects a component; "" if the class has none."""
+    """Returns the name by which a config selects a component (its `type`); "" if the class has
+    none.
+    """
     name: str = getattr(options, "type", "")
     return name

@@ -43,7 +43,7 @@ EMPTY: tuple[Any, ...] = (
 
 def foreign_fields(said: Mapping[str, Any]) -> list[str]:
     """Returns one message per unsupported field of an adapter_config.json, with the field's value
-    and the reason.
+    and the reason. `said`: the content of the file.
     """
     found = []
     for name, value in said.items():

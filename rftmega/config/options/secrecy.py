@@ -23,8 +23,9 @@ SecretCommand = Annotated[list[str], Hidden("arguments")]
 
 
 class Interpolated(str):
-    """Interpolated is the resolved text of an option that a config file gives as a reference
-    (${...}); `written` is the reference, which is stored instead of the text.
+    """Interpolated is the text of an option whose value is a reference (${...}) in the config file:
+    the reference's resolved value. `written` is the reference itself, which is stored instead of
+    the text.
     """
 
     written: str

@@ -37,12 +37,14 @@ def give(functions: Sequence[RewardFunction]) -> list[str]:
 
 
 def name_of(reference: str) -> str:
-    """Returns the function's name in a reference, under which its scores are reported and weighted."""
+    """Returns the function's name in a reference such as FILE.py:FUNCTION; its scores are reported
+    and weighted under this name.
+    """
     return reference.rpartition(":")[2]
 
 
 def function_of(reference: str, option: str = REWARDS) -> RewardFunction:
-    """Returns the function or class that a reference names.
+    """Returns the function or class that a reference, FILE.py:FUNCTION or MODULE:FUNCTION, names.
 
     `option`: name of the option that has the reference, for errors. Raises ConfigError if the
     function does not exist, or its file or module cannot be loaded.

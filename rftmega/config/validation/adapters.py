@@ -157,8 +157,9 @@ def _named(name: str, config: RunConfig) -> list[str]:
 
 
 def _readable(said: str, folder: str, lora: LoRA) -> list[str]:
-    """Returns the reasons why `folder` cannot be used as frozen adapters; an empty name means no
-    adapters and has none. `said` begins the messages.
+    """Returns the reasons why the adapters in `folder` cannot be evaluated beside the policy's,
+    whose options are `lora`; no reasons for an empty name, which means no adapters. `said` begins
+    the messages.
     """
     if not folder:
         return []

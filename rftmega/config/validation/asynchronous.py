@@ -42,8 +42,8 @@ def asynchronous(config: RunConfig) -> list[str]:
 
 
 def _colocated(config: RunConfig) -> list[str]:
-    """Returns the conflicts with colocated engines, which cannot use the device while the trainer
-    trains.
+    """Returns the conflicts of asynchronous training with colocated engines, which cannot use the
+    device while the trainer trains.
     """
     rollout, found = config.rollout, []
     if rollout.ahead:

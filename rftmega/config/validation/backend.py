@@ -35,7 +35,9 @@ def _megatron(config: RunConfig, section: str) -> list[str]:
 
 
 def _fp8(config: RunConfig, section: str) -> list[str]:
-    """Returns the conflicts of model.fp8 (Transformer Engine's FP8 matmuls) with other options."""
+    """Returns the conflicts of model.fp8 (Transformer Engine's FP8 matmuls) with other options;
+    `section`: "critic." for the critic's options, "" for the policy's.
+    """
     if config.model.fp8 == "none":
         return []
     found, said = [], f"model.fp8={config.model.fp8}"

@@ -31,8 +31,8 @@ BOUNDS: dict[str, Callable[[Mapping[str, float]], str]] = {
 
 
 def numbers(given: Any, name: str = "") -> Iterator[tuple[str, float]]:
-    """Yields dotted name and value of every number in a config, including numbers in lists and
-    dictionaries.
+    """Yields dotted name and value of every number in `given`, a config or a part of one, including
+    numbers in lists and dictionaries; `name`: the dotted name of `given`, "" for a whole config.
     """
     named: Iterable[tuple[Any, Any]]
     if is_dataclass(given):

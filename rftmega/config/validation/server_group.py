@@ -91,7 +91,9 @@ def _sglang(config: RunConfig) -> list[str]:
 
 
 def _unread(config: RunConfig) -> list[str]:
-    """Returns the problems of options that only other transports read."""
+    """Returns a problem for each option that is set although only another rollout.transport reads
+    it.
+    """
     found = []
     read_by = {"listen": ("network",), "weights_folder": ("disk", "checkpoint")}
     for option, transports in read_by.items():

@@ -8,8 +8,8 @@ from rftmega.core.json_files import NotJSON, parse_json
 
 
 def trained_order(config: RunConfig) -> list[str]:
-    """Returns the reason why this run cannot use the record in rollout.order, as a list of at most
-    one.
+    """Returns the reason why this run cannot use the file that rollout.order names, another run's
+    trained_order.jsonl, as a list of at most one.
     """
     given = config.rollout.order
     if not given:
@@ -50,8 +50,8 @@ def trained_order(config: RunConfig) -> list[str]:
 
 
 def _is_step(said: Any) -> bool:
-    """Returns whether a parsed line describes the groups of a step, as `trainer.trained_order`
-    expects.
+    """Returns whether `said`, a parsed line of trained_order.jsonl, describes the groups of a step,
+    as `trainer.trained_order` expects.
     """
     if not isinstance(said, dict) or not isinstance(said.get("step"), int):
         return False

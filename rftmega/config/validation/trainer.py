@@ -8,8 +8,8 @@ from rftmega.config.schema import OptimizerConfig, RunConfig, TrainerConfig
 
 
 def step_rows(config: RunConfig) -> list[str]:
-    """Returns the problems of a step's number of rows with micro-batches, optimizer steps and
-    learning rate schedules.
+    """Returns the problems of the number of rows (sequences) per step, of micro-batch limits that
+    cannot hold a row, and of learning rate schedules.
     """
     found = []
     task = config.algorithm.task

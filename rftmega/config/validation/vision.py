@@ -61,7 +61,7 @@ def vision(config: RunConfig) -> list[str]:
 
 def _without(config: RunConfig, options: Options, needed: str) -> list[str]:
     """Returns a problem for each of `options` that is set although the model lacks the modality
-    that the option needs.
+    that the option needs; `needed`: the kind of model to name in the message.
     """
     found = []
     for section, (defaults, names) in options.items():
@@ -78,8 +78,8 @@ def _without(config: RunConfig, options: Options, needed: str) -> list[str]:
 
 
 def _with_audio(config: RunConfig, positions: int) -> list[str]:
-    """Returns the conflicts with an audio-language model; `positions`: number of positions of a
-    waveform in the audio encoder.
+    """Returns the conflicts of options with an audio-language model; `positions`: number of
+    positions of a waveform in the audio encoder.
     """
     found = _without(config, VIDEOS, "a model that sees")
     found += _of_tower(config)
@@ -122,7 +122,7 @@ def _with_tower(config: RunConfig, merge: int) -> list[str]:
 
 
 def _of_tower(config: RunConfig) -> list[str]:
-    """Returns the conflicts that apply to vision and audio encoders alike."""
+    """Returns the conflicts of options for models with a vision or audio encoder."""
     found = []
     if config.model.dropout:
         found.append(

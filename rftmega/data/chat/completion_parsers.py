@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 @dataclass(frozen=True, slots=True)
 class SampledCompletion:
     """SampledCompletion holds the token ids of a completion, without the stop token that ended it,
-    and of its context.
+    and `context`, the token ids before the completion.
     """
 
     context: Sequence[int]
@@ -45,7 +45,7 @@ class SampledCompletion:
 @dataclass(frozen=True, slots=True)
 class Call:
     """Call is a function call as the model wrote it; `arguments` is None if they could not be
-    parsed.
+    parsed, `id` is empty unless the model wrote one.
     """
 
     name: str
@@ -56,7 +56,9 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Parsed:
-    """Parsed is a completion split into content, reasoning and calls."""
+    """Parsed is a completion split into content, reasoning and function calls. `text` is its whole
+    text, `spoken` the text before the first call, reasoning included.
+    """
 
     content: str
     reasoning: str
@@ -69,8 +71,9 @@ Parser = Callable[[ChatTokenizer, SampledCompletion], Parsed]
 
 
 def call_of(fields: Any, text: str) -> Call:
-    """Returns the call in the parsed JSON value `fields`; `text`: the call as the model wrote it.
-    The call has no name and no arguments if `fields` has no valid name.
+    """Returns the function call that the parsed JSON value `fields` describes; `text`: the call as
+    the model wrote it. The returned Call has no name and no arguments if `fields` has no valid
+    name.
     """
     name = fields.get("name") if isinstance(fields, dict) else None
     if not isinstance(name, str) or not _writable([name]):
@@ -82,8 +85,8 @@ def call_of(fields: Any, text: str) -> Call:
 def object_of(value: Any) -> dict[str, Any] | None:
     """Returns a value as a dictionary if it is a JSON object or the text of one; None otherwise.
 
-    Also returns None for non-finite numbers, invalid Unicode, numbers of more digits than Python
-    reads and very deep nesting, which no tool or chat template could process.
+    Also returns None for an object with non-finite numbers, invalid Unicode, numbers of more digits
+    than Python reads or very deep nesting, which no tool or chat template could process.
     """
     if isinstance(value, str):
         value = _json(value)
@@ -107,8 +110,9 @@ def _writable(value: Any) -> bool:
 
 
 def too_deep(text: str) -> bool:
-    """Returns whether a text has more than UNREADABLE nested brackets. At Python's recursion limit
-    a JSON parser fails, and even the destructors that Python runs there.
+    """Returns whether brackets in a text are nested more than UNREADABLE levels deep. Such a text
+    must not be parsed: Python's JSON parser would reach the recursion limit, at which even
+    destructors fail.
     """
     depth = 0
     for bracket in BRACKET.finditer(text):
@@ -129,8 +133,9 @@ def _json(text: str) -> Any:
 
 
 def _thought(tokenizer: ChatTokenizer, context: Sequence[int], text: str) -> tuple[str, str]:
-    """Returns (reasoning, rest): the reasoning at the beginning of a completion's text, and the
-    text after the reasoning. `context`: the tokens before the completion.
+    """Splits a completion's text and returns (reasoning, rest): the reasoning at its beginning, and
+    the text after the reasoning. `context`: the tokens before the completion, which may already
+    open the reasoning.
     """
     begun = text_of(tokenizer, context[-NEAR:]).rstrip().endswith(THINK)
     if not begun and not text.lstrip().startswith(THINK):
@@ -239,8 +244,8 @@ def harmony(tokenizer: ChatTokenizer, completion: SampledCompletion) -> Parsed:
 
 
 def _unread_channels(text: str) -> Parsed:
-    """Returns a gpt-oss completion that could not be parsed: its reasoning, and all text after the
-    reasoning as a call without name and arguments.
+    """Returns the Parsed of a gpt-oss completion that could not be parsed: its reasoning, and all
+    text after the reasoning as a call without name and arguments.
     """
     thoughts = list(ANALYSIS.finditer(text))
     behind = thoughts[-1].end() if thoughts else 0
@@ -249,7 +254,9 @@ def _unread_channels(text: str) -> Parsed:
 
 
 def by_library(name: str) -> Parser:
-    """Returns the parser `name` of the renderers library, which works on token ids."""
+    """Returns a parser that uses the tool parser `name` of the renderers library, which works on
+    token ids.
+    """
 
     def parser(tokenizer: ChatTokenizer, completion: SampledCompletion) -> Parsed:
         from renderers.base import ParsedResponse
@@ -271,8 +278,8 @@ def by_library(name: str) -> Parser:
 
 
 def unread(tokenizer: ChatTokenizer, completion: SampledCompletion) -> Parsed:
-    """Returns a completion that a parser failed on: its reasoning, and all text after the reasoning
-    as a call without name and arguments.
+    """Returns the Parsed of a completion that a parser failed on: its reasoning, and all text after
+    the reasoning as a call without name and arguments.
     """
     text = text_of(tokenizer, completion.token_ids)
     reasoning, behind = _thought(tokenizer, completion.context, text)
@@ -281,7 +288,9 @@ def unread(tokenizer: ChatTokenizer, completion: SampledCompletion) -> Parsed:
 
 
 def parsed_of(tokenizer: ChatTokenizer, token_ids: Sequence[int], response: Any) -> Parsed:
-    """Converts `response`, a ParsedResponse of the renderers library, to Parsed."""
+    """Converts `response`, a ParsedResponse of the renderers library, to Parsed. `token_ids`: the
+    completion's.
+    """
     calls = [_read(each) for each in response.tool_calls]
     reasoning = (response.reasoning_content or "").strip("\n")
     text = text_of(tokenizer, token_ids)

@@ -13,8 +13,8 @@ from rftmega.data.chat.replies import Messages, Reply, Specs
 
 @dataclass(slots=True)
 class GrowingTrajectory:
-    """GrowingTrajectory is a trajectory under construction: contexts and completions in order, with
-    the token ranges of its turns.
+    """GrowingTrajectory is a trajectory under construction: its contexts and completions in order
+    (`parts`), their number of tokens (`length`), and the token ranges of its turns.
     """
 
     parts: list[Sequence[int] | Completion]
@@ -26,8 +26,8 @@ class GrowingTrajectory:
         return tuple(token for part in self.parts for token in tokens_of(part))
 
     def add(self, part: Sequence[int] | Completion, turns: Sequence[Turn]) -> None:
-        """Appends a context or completion. Positions of `turns` are relative to the first token of
-        `part`.
+        """Appends a context or completion. `turns`: the messages in `part`, whose token positions
+        are relative to the first token of `part`.
         """
         self.turns += [
             each._replace(start=each.start + self.length, stop=each.stop + self.length)
@@ -63,9 +63,11 @@ class Conversation:
         messages: Messages,
         images: bool = False,
     ):
-        """Begins with `task_ids`, the chat template's rendering of `messages` and `tools`. The
-        caller must have replaced unintended control-token names in the messages by stand-ins.
-        `images`: whether the task has images.
+        """Begins with `task_ids`, the token ids that the chat template makes of `messages` and
+        `tools`. Control-token names in `messages` that are meant as plain text must have been
+        replaced (see ControlTokens.hidden).
+
+        `images`: whether the task has images, which prevent rendering the conversation again.
         """
         self.renderer, self.tools = renderer, list(tools)
         self.messages = list(messages)
@@ -89,7 +91,7 @@ class Conversation:
         """Begins a conversation with a task, whose record contains its messages.
 
         Raises DataError if the task's token ids differ from the chat template's rendering of its
-        messages; `checked` skips this comparison.
+        messages; `checked`: skips this comparison, which was made before.
         """
         messages, images = renderer.tokenizer.recorded(messages_of(task)), bool(task.images)
         found = cls(task.token_ids, renderer, tools, messages=messages, images=images)
@@ -103,12 +105,14 @@ class Conversation:
 
     @property
     def context(self) -> tuple[int, ...]:
-        """Returns the token ids of the context of the next completion."""
+        """Returns the token ids of the current trajectory so far, which are the context of the next
+        completion.
+        """
         return self._context
 
     def answered(self, completion: Completion) -> Reply:
-        """Adds the completion that the model sampled after `context`. Returns the parsed
-        completion.
+        """Adds the completion that the model sampled after `context`. Returns the completion split
+        into content, reasoning and calls.
         """
         segment, size = self._segments[-1], len(completion.token_ids)
         segment.add(completion, [Turn("assistant", 0, size)])
@@ -136,8 +140,8 @@ class Conversation:
         self.messages[-1] = {**message, "content": said + message["content"]}
 
     def reply(self, messages: Messages) -> None:
-        """Adds `messages`, of tools or the user, after the last completion. Control-token names in
-        the messages are tokenized as plain text.
+        """Adds `messages`, from tools or the user, that follow the last completion. Control-token
+        names in the messages are tokenized as plain text.
 
         Raises DataError, and changes nothing, if the template rewrites earlier text and the
         conversation can't be rendered again, because it has images or the template refuses the
@@ -178,7 +182,9 @@ class Conversation:
         return [each for each in found if each is not None]
 
     def _begin_anew(self, messages: Messages) -> None:
-        """Begins a new trajectory, whose context is the whole conversation followed by `messages`."""
+        """Ends the current trajectory and begins a new one, whose context is the rendering of the
+        whole conversation followed by `messages`.
+        """
         if self._images:
             raise DataError(
                 "the chat template rewrites what stands before, and a conversation with images can't be rendered anew: take "
@@ -196,7 +202,9 @@ def tokens_of(part: Sequence[int] | Completion) -> Sequence[int]:
 
 
 def messages_of(task: Prompt) -> Messages:
-    """Returns the messages of a task. Raises DataError if the task has no record with its prompt."""
+    """Returns the chat messages of a task, from its record; a prompt that is a string becomes one
+    user message. Raises DataError if the task has no record with its prompt.
+    """
     record: dict[str, Any] = json.loads(task.record) if task.record else {}
     prompt = record.get("prompt")
     if isinstance(prompt, str):

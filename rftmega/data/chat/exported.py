@@ -24,7 +24,9 @@ Row = Mapping[str, Any]
 
 @dataclass(slots=True)
 class _Talk:
-    """A conversation as far as it was read. Messages have the fields that the chat template reads."""
+    """The conversation of a rollout as far as MessageExporter has read it. Messages have the fields
+    that the chat template reads.
+    """
 
     messages: Messages
     context: tuple[int, ...]  # all tokens before the last completion
@@ -35,7 +37,8 @@ class _Talk:
 
 
 class MessageExporter:
-    """MessageExporter converts rows of a trajectory file back into messages, in the file's order.
+    """MessageExporter converts rows of a trajectory file back into messages; it must get the rows
+    in the file's order.
 
     The policy's messages are parsed from its completions. All other messages are recovered from the
     text of their tokens such that, if possible, the chat template renders them to the same tokens.
@@ -51,7 +54,7 @@ class MessageExporter:
         self._last: tuple[Any, _Talk] | None = None  # a rollout, and its conversation so far
 
     def exported(self, row: Row) -> dict[str, Any]:
-        """Returns the JSON object of a row: its messages, and the fields listed here.
+        """Returns a row of the trajectory file as a JSON object with its messages and these fields:
 
         "weights" has a number for each message: 1 for the policy's messages in this trajectory, 0
         for all others. "turn_rewards" is present if the environment rewarded turns. "exact" is
@@ -69,8 +72,8 @@ class MessageExporter:
         return found | {"exact": self._is_exact(row, talk.messages)}
 
     def _read(self, row: Row) -> _Talk:
-        """Returns the conversation of a row, including the earlier trajectories of the same
-        rollout.
+        """Returns the conversation of a row: of its trajectory and the earlier trajectories of the
+        same rollout.
         """
         rollout = (row["step"], row["group"], row.get("rollout"))
         goes_on = row.get("trajectory") and self._last and self._last[0] == rollout
@@ -89,7 +92,7 @@ class MessageExporter:
         return talk
 
     def _begun(self, row: Row, before: _Talk | None) -> _Talk:
-        """Returns the conversation up to the row's first completion.
+        """Returns the conversation of a row up to its first completion.
 
         `before`: the conversation of the rollout's previous trajectory, whose text the chat
         template has rewritten; None for the first trajectory.
@@ -116,7 +119,9 @@ class MessageExporter:
         return [USER | {"content": text}]
 
     def _completion(self, talk: _Talk, ids: Sequence[int], reward: float) -> None:
-        """Adds a completion with the token ids `ids` and its turn reward to the conversation."""
+        """Adds a completion with the token ids `ids` and its turn reward to the conversation
+        `talk`, as an assistant message.
+        """
         talk.rewards[len(talk.messages)] = reward
         talk.completion = tuple(ids)
         if self.renderer is None:
@@ -129,8 +134,9 @@ class MessageExporter:
         talk.messages.append(self.renderer.message(reply))
 
     def _reply(self, talk: _Talk, row: Row, turns: Sequence[Turn], place: range) -> None:
-        """Adds the messages that follow the last completion to the conversation. `turns`: their
-        recorded turns, may be empty; `place`: the range of their tokens in the row.
+        """Adds the messages that follow the last completion to the conversation `talk`. `turns`:
+        the turns that the row records for these messages, empty if none; `place`: the range of
+        their tokens in the row.
         """
         between = tuple(row["tokens"]["id"][place.start : place.stop])
         if turns:
@@ -143,8 +149,9 @@ class MessageExporter:
     def _told(
         self, talk: _Talk, row: Row, turns: Sequence[Turn], between: tuple[int, ...]
     ) -> Messages:
-        """Returns the messages of recorded turns. Their contents are chosen such that the chat
-        template renders the messages to the tokens `between`, if possible.
+        """Returns the messages of `turns`, the recorded turns after the last completion of the
+        conversation `talk`. Their contents are chosen such that the chat template renders the
+        messages to the tokens `between`, if possible.
         """
         ids = row["tokens"]["id"]
         heads = _heads(turns, talk.calls)
@@ -157,8 +164,9 @@ class MessageExporter:
         return _filled(heads, written)
 
     def _untold(self, talk: _Talk, row: Row, place: range) -> Messages:
-        """Returns the messages in the token range `place`, which has no recorded turns: parsed with
-        the chat template, or else one user message with all the text.
+        """Returns the messages after the last completion of the conversation `talk`, in the token
+        range `place` of a row without recorded turns: parsed with the chat template, or else one
+        user message with all the text.
         """
         ids = row["tokens"]["id"]
         text = row["prompt"] + text_of(self.tokenizer, ids[: place.stop])
@@ -168,8 +176,9 @@ class MessageExporter:
         return [USER | {"content": text_of(self.tokenizer, ids[place.start : place.stop])}]
 
     def _between(self, talk: _Talk, messages: Messages) -> tuple[int, ...] | None:
-        """Returns the token ids that follow the last completion if `messages` reply to it; None if
-        the template rewrites earlier text.
+        """Returns the token ids between the last completion of the conversation `talk` and the next
+        one, if `messages` reply to the last completion; None if the chat template rewrites earlier
+        text.
         """
         assert self.renderer is not None
         hidden: Messages = self.tokenizer.control.hidden(messages, words=True)  # as in the run
@@ -203,8 +212,8 @@ class MessageExporter:
 
 
 def turns_of(row: Row) -> list[Turn]:
-    """Returns the turns of a row. If the row has no recorded turns, returns each sequence of
-    adjacent sampled tokens as an assistant turn.
+    """Returns the turns (messages with their token ranges) that a row records. If the row records
+    none, returns each sequence of adjacent sampled tokens as an assistant turn.
     """
     ids = row["tokens"]["id"]
     if row.get("turns"):
@@ -244,7 +253,8 @@ def _in_openais_fields(call: Mapping[str, Any]) -> dict[str, Any]:
 
 def _beginnings(row: Row, before: _Talk | None) -> list[tuple[Messages, Messages]]:
     """Returns candidates (known, unknown) for the messages at the beginning of a row, likeliest
-    first: messages that are known, followed by messages without their contents.
+    first: known messages, followed by messages of which only the role is known. `before`: the
+    conversation in the rollout's previous trajectory, or None.
     """
     ways: list[tuple[Messages, Messages]] = []
     if before:
@@ -255,8 +265,8 @@ def _beginnings(row: Row, before: _Talk | None) -> list[tuple[Messages, Messages
 
 
 def _replies(talk: _Talk) -> list[Messages]:
-    """Returns candidates for the messages that reply to the last completion, without their
-    contents.
+    """Returns candidates for the messages that reply to the last completion of the conversation
+    `talk`, without their contents.
     """
     replies = [_replying(call) for call in talk.calls]
     return [said for said in (replies, [*replies, USER], [USER]) if said]
@@ -267,8 +277,8 @@ def _replying(call: ToolCall) -> dict[str, Any]:
 
 
 def _heads(turns: Sequence[Turn], calls: Sequence[ToolCall]) -> Messages:
-    """Returns the messages of turns without their contents. Tool messages reply to the calls in
-    order.
+    """Returns one message per turn without content: with role, name and, for tool messages, the id
+    of the call in `calls` that they reply to, in order.
     """
     left = list(calls)
     heads: Messages = []

@@ -105,8 +105,8 @@ TURNS: tuple[tuple[Messages, dict[str, Any], Messages, Specs], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class LibraryRenderer:
-    """LibraryRenderer parses completions and renders the messages after them with one renderer of
-    the renderers library.
+    """LibraryRenderer parses completions and renders the messages after them with `inner`, a
+    renderer of the renderers library.
     """
 
     name: str
@@ -145,7 +145,8 @@ class LibraryRenderer:
         tools: Specs,
     ) -> Bridge | None:
         """Returns the token ids after a completion if `messages` reply to it; None if the format
-        rewrites earlier text. `previous_ids`: context of the completion.
+        rewrites earlier text, or the library fails. `previous_ids`: the token ids before the
+        completion.
         """
         known = [*previous_ids, *completion_ids]
         specs = [dict(each) for each in tools] or None
@@ -180,7 +181,7 @@ def _span(number: int, indices: Sequence[int], content: Sequence[bool]) -> tuple
 
 def library_renderer(tokenizer: ChatTokenizer, name: str) -> LibraryRenderer | None:
     """Returns the renderer `name` of the library. "auto" returns one that renders conversations
-    like the folder's chat template, or None if there is none.
+    like the chat template in the model folder, or None if the library has no such renderer.
 
     A renderer given by name must agree with the template on the beginning and the continuation of
     conversations. Raises ConfigError if the renderer disagrees with the template or does not fit
@@ -233,10 +234,13 @@ def _built(tokenizer: ChatTokenizer, name: str) -> Any:
 
 
 def _remembering(inner: Any, control: Control) -> Any:
-    """Returns a copy of the tokenizer that caches the tokens of short texts: a renderer encodes the
-    text of its format several times per turn, and transformers takes 0.1 ms for each. Also caches
-    the call with a letter by which a renderer tests twice per turn whether the tokenizer returns
-    offsets. Control-token names hidden by stand-ins are encoded as letters.
+    """Returns a copy of the transformers tokenizer `inner` that caches the token ids of short
+    texts: a renderer encodes the text of its format several times per turn, and transformers takes
+    0.1 ms for each. Also caches the call with a letter by which a renderer tests twice per turn
+    whether the tokenizer returns offsets.
+
+    `control` encodes texts, in which control-token names that it has replaced become ordinary
+    letters.
     """
     kept = lru_cache(REMEMBERED)(lambda text: tuple(control.encode(text)))
     letter = lru_cache(1)(lambda text, **options: inner(text, **options))
@@ -331,9 +335,10 @@ def _goes_on(
     conversation: tuple[Messages, Messages, Messages],
     tools: Specs,
 ) -> bool:
-    """Returns whether the renderer's tokens after a completion equal the template's. Also True if
-    the renderer returns none, or the template rewrites earlier text. `conversation`: the messages
-    before the completion, all messages, and the messages after the completion.
+    """Returns whether the renderer's tokens for the messages after a completion equal the
+    template's. Also True if the renderer returns no tokens, or the template rewrites earlier text.
+    `conversation`: the messages before the completion, all messages, and the messages after the
+    completion.
     """
     before, whole, messages = conversation
     first, second = (_written(tokenizer, each, tools) for each in (before, whole))

@@ -23,9 +23,9 @@ INSIDE = ("url", "path", "bytes", "base64", "data")  # keys of the content
 
 
 def media_moved(prompt: Any, record: Record, config: DataConfig) -> tuple[Any, Record]:
-    """Returns (prompt, record): the prompt with its media parts replaced by placeholders, and the
-    record with the contents of these parts in the columns data.images_key, videos_key and
-    audio_key.
+    """Returns (prompt, record): the prompt with its image, video and audio parts replaced by
+    placeholder parts, and the record with the contents of these parts in the columns that
+    data.images_key, videos_key and audio_key name.
 
     Raises DataError for an invalid part, and for a record that has media both in such a column and
     in its messages.
@@ -52,8 +52,8 @@ def media_moved(prompt: Any, record: Record, config: DataConfig) -> tuple[Any, R
 
 
 def refuse_places(prompt: Any) -> None:
-    """Raises DataError if messages have image, video or audio parts, which supervised data can't
-    have.
+    """Raises DataError if `prompt` is a list of messages with image, video or audio parts, which
+    supervised data can't have.
     """
     for message in prompt if isinstance(prompt, list) else ():
         content = message.get("content")
@@ -66,8 +66,8 @@ def refuse_places(prompt: Any) -> None:
 
 
 def with_media_moved(records: Iterable[Record], config: DataConfig) -> Iterator[Record]:
-    """Yields records converted by `media_moved`. Yields a record unchanged if `media_moved` raises
-    DataError.
+    """Yields each record after `media_moved` has moved its media from messages to columns. Yields a
+    record unchanged if `media_moved` raises DataError.
     """
     for record in records:
         prompt = parsed(value_at(record, config.prompt_key))
@@ -78,8 +78,9 @@ def with_media_moved(records: Iterable[Record], config: DataConfig) -> Iterator[
 
 
 def _place(part: Any, found: dict[str, list[Any]]) -> Any:
-    """Returns the placeholder of a media part, and appends the part's content to `found` under the
-    option that names the column; returns other parts unchanged.
+    """Returns the placeholder of a media part, and appends the part's content to `found[option]`,
+    where `option` is the config option that names the column ("images_key" etc.). Returns other
+    parts unchanged.
     """
     kind = part.get("type") if isinstance(part, dict) else None
     if kind not in KINDS:

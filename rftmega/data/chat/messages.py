@@ -31,7 +31,9 @@ SHAREGPT = {
 
 
 def no_roles() -> Collection[str]:
-    """Returns an empty collection: no roles besides ROLES, as for an unknown chat template."""
+    """Returns an empty collection: the default for `roles`, with which messages may have only the
+    roles in ROLES.
+    """
     return ()
 
 
@@ -41,8 +43,8 @@ def chat_messages(
     """Returns the messages of a list in OpenAI's format; converts messages in ShareGPT's format.
 
     `roles` returns the roles that are permitted besides ROLES because the chat template names them.
-    Raises DataError for an unknown role or empty content; the error names the message and the
-    record's key `key`.
+    Raises DataError for an unknown role or empty content; the error names the message and `key`,
+    the record's key of the list.
     """
     messages = []
     for number, given in enumerate(value):
@@ -55,8 +57,9 @@ def chat_messages(
 
 
 def chat_message(given: Any, roles: Callable[[], Collection[str]] = no_roles) -> dict[str, Any]:
-    """Returns a message in OpenAI's format. Raises DataError for an invalid message; the caller
-    puts the message's name before the error text.
+    """Returns the message `given` in OpenAI's format. `roles` returns the permitted roles besides
+    ROLES. Raises DataError for an invalid message; its text does not name the message, so callers
+    add the name.
     """
     if not isinstance(given, Mapping):
         raise DataError(f'is {shown(given)}, not an object with "role" and "content".')
@@ -81,7 +84,7 @@ def chat_message(given: Any, roles: Callable[[], Collection[str]] = no_roles) ->
 
 
 def message_lists(value: Any) -> bool:
-    """Returns whether a value is a list whose first item has the keys of a chat message."""
+    """Returns whether `value` is a list whose first item has the keys of a chat message."""
     first = value[0] if isinstance(value, list) and value else None
     return isinstance(first, Mapping) and bool({"role", "from"} & first.keys())
 

@@ -19,7 +19,7 @@ def read_back(template: Template, known: Messages, unknown: Messages, text: str)
     """Returns the `known` messages and the `unknown` ones with contents for which the chat template
     renders `text`; None if no such contents were found.
 
-    `unknown`: messages without their contents.
+    `template` renders messages to text. `unknown`: messages without their contents.
     """
     marked = [
         {**message, "content": f"{BEGIN}{number}{END}"} for number, message in enumerate(unknown)
@@ -53,8 +53,8 @@ def spellings(written: str) -> list[str]:
 
 
 def alike(written: Sequence[str]) -> Iterator[list[str]]:
-    """Yields candidates for the contents of several rendered texts. Each candidate applies the same
-    interpretation (see `spellings`) to all texts.
+    """Yields candidates for the contents of several messages, one list each. `written`: their
+    rendered texts. A candidate applies the same interpretation (see `spellings`) to all texts.
     """
     most = max((len(spellings(each)) for each in written), default=0)
     for number in range(most):
@@ -62,8 +62,9 @@ def alike(written: Sequence[str]) -> Iterator[list[str]]:
 
 
 def _matched(pattern: str, text: str, count: int) -> list[str] | None:
-    """Returns the sections of `text` at the positions of the marks in `pattern`; None if the rest
-    of `text` differs from `pattern`, or `pattern` does not have `count` marks.
+    """Returns the sections of `text` at the positions of the marks in `pattern`; None if the
+    remaining text differs from `pattern`, or `pattern` does not have `count` marks. A mark stands
+    for an unknown content in the template's rendering.
     """
     parts = re.split(f"{BEGIN}[0-9]+{END}", pattern)
     if len(parts) != count + 1:  # the template shows a message twice, or not at all

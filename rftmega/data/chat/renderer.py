@@ -45,7 +45,7 @@ class ConversationRenderer:
     def of(
         cls, tokenizer: ChatTokenizer, name: str = "auto", *, tool_parser: str = "auto"
     ) -> "ConversationRenderer":
-        """Returns the renderer for a tokenizer's folder.
+        """Returns the renderer for the chat format of a tokenizer's folder.
 
         `name`: "auto", "template", or a renderer of the library. `tool_parser`: the format of calls
         if no renderer of the library is used. Raises ConfigError for a name that is unknown or does
@@ -83,7 +83,9 @@ class ConversationRenderer:
         *,
         first: int = 0,
     ) -> Reply:
-        """Returns a parsed completion. Calls without an id are numbered from `first`.
+        """Returns a completion split into content, reasoning and calls. `prompt_ids`: the token ids
+        before the completion; `tools`: function specs. Calls without an id get one made of a
+        number, counted from `first`.
 
         Never raises an error, whatever the model wrote: a call that can't be parsed has `arguments`
         None.
@@ -104,8 +106,9 @@ class ConversationRenderer:
         )
 
     def _parsed(self, completion: SampledCompletion, end: Sequence[int], tools: Specs) -> Parsed:
-        """Returns a parsed completion. If the library fails to parse it, the result has at least
-        one call whose `arguments` is None.
+        """Returns a completion split into content, reasoning and calls. `end`: the stop token that
+        ended the completion, or empty. If the library fails to parse the completion, the result has
+        at least one call whose `arguments` is None.
         """
         if not self.library:
             return self.parser(self.tokenizer, completion)
@@ -116,8 +119,8 @@ class ConversationRenderer:
         return unread(self.tokenizer, completion) if readable else parsed
 
     def message(self, reply: Reply) -> dict[str, Any]:
-        """Returns a parsed completion as a message with the fields that the folder's chat template
-        reads.
+        """Converts `reply`, a parsed completion, to an assistant message with the fields that the
+        folder's chat template reads.
         """
         return self.by_template.message(reply)
 
@@ -142,10 +145,10 @@ class ConversationRenderer:
         """Returns the token ids after a completion if `messages` reply to it; None if the template
         rewrites earlier text, so that the whole conversation must be rendered again.
 
-        `previous_ids`: context of the completion. `history`: all messages up to and including the
-        completion's, as returned by `message`; None: only a renderer of the library is used. If the
-        completion was truncated, the returned tokens begin with the end that the template would
-        have written.
+        `previous_ids`: the token ids before the completion. `history`: all messages up to and
+        including the completion's, as returned by `message`; None: only a renderer of the library
+        is used. If the completion was truncated, the returned tokens begin with the end that the
+        template would have written.
         """
         ended = bool(completion_ids) and completion_ids[-1] in self.ends
         found = None
@@ -157,5 +160,5 @@ class ConversationRenderer:
 
 
 def _numbered(call: Call, number: int) -> ToolCall:
-    """Returns a call with its own id, or else an id made of `number`."""
+    """Returns a call with the id that the model wrote, or else with an id made of `number`."""
     return ToolCall(call.name, call.arguments, call.text, call.id or f"call{number:05d}")

@@ -27,7 +27,10 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """Reply is a completion split into content, reasoning and calls."""
+    """Reply is a parsed completion: content, reasoning and function calls. `complete`: the model
+    ended the completion; `problem`: error message to the model if a call could not be parsed;
+    `spoken`: the text before the first call, reasoning included.
+    """
 
     content: str  # for the user: no reasoning, no calls
     reasoning: str
@@ -40,8 +43,8 @@ class Reply:
 
 @dataclass(frozen=True, slots=True)
 class Bridge:
-    """Bridge holds the tokens that continue a conversation after a completion, so that earlier text
-    is not tokenized again.
+    """Bridge holds the tokens that continue a conversation between one completion and the next, so
+    that earlier text is not tokenized again, and the turns (messages) in these tokens.
     """
 
     token_ids: tuple[int, ...]  # after the completion, up to where the model continues
@@ -49,15 +52,15 @@ class Bridge:
 
 
 class MessageTemplate(Protocol):
-    """MessageTemplate renders messages to text, as data.ChatTemplate does."""
+    """MessageTemplate is the interface of data.ChatTemplate, which renders messages to text."""
 
     def text(self, messages: Messages, *, open_: bool, tools: Specs | None = None) -> str: ...
     def source(self) -> str: ...
 
 
 class Control(Protocol):
-    """Control distinguishes control tokens from text with their names, as data.ControlTokens
-    does.
+    """Control is the interface of data.ControlTokens, which distinguishes a tokenizer's control
+    tokens from plain text that contains their names.
     """
 
     def found(self, value: Any, *, words: bool = False) -> list[str]: ...

@@ -43,8 +43,8 @@ class Chat:
 
     @classmethod
     def of(cls, config: DataConfig, tools: Sequence[Mapping[str, Any]] = ()) -> "Chat":
-        """Returns the options data.system_prompt, chat_template_file and chat_template_kwargs.
-        `tools`: function specs of the run.
+        """Returns the options data.system_prompt, chat_template_file (its content) and
+        chat_template_kwargs, with `tools`, the run's function specs.
 
         Raises DataError if the file can't be read.
         """
@@ -60,8 +60,8 @@ class Chat:
 
 
 class ChatTemplate:
-    """ChatTemplate renders messages with the chat template of `inner`, a tokenizer of transformers,
-    or of data.chat_template_file.
+    """ChatTemplate renders messages with a Jinja chat template: that of data.chat_template_file if
+    set, otherwise that of `inner`, a tokenizer of transformers.
     """
 
     def __init__(self, inner: Any, chat: Chat):
@@ -71,9 +71,9 @@ class ChatTemplate:
         self.unrendered = Unrendered(lambda messages, open_: self.text(messages, open_=open_))
 
     def refuse_unread(self, folder: Path) -> None:
-        """Raises DataError for options or tools that the chat template does not read, and for a
-        template of data.chat_template_file that renders no messages. `folder`: the tokenizer's, for
-        error messages.
+        """Raises DataError if options of the run or its tools have no effect because the chat
+        template does not read them, and if the template of data.chat_template_file renders no
+        messages. `folder`: the tokenizer's, for error messages.
         """
         if self._chat.template is not None:
             self.forms.adapted([])
@@ -109,8 +109,9 @@ class ChatTemplate:
         open_: bool,
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
-        """Returns the text of messages. `open_`: ends at the beginning of the assistant's next
-        turn, or, if the last message is the assistant's, at the end of its text.
+        """Returns the text of messages. `open_`: the text ends where a completion begins, at the
+        beginning of the assistant's next turn, or, if the last message is the assistant's, at the
+        end of its text.
 
         `tools`: function specs; None: the run's. Raises DataError for messages that the template
         refuses.
@@ -204,7 +205,7 @@ def ends_in_text(messages: Messages) -> bool:
 
 
 def answered(messages: Messages, completion: str | dict[str, Any]) -> Messages:
-    """Returns messages with the assistant's response (text or a message) appended.
+    """Returns `messages` with the assistant's response `completion` (text or a message) appended.
 
     If the messages end in text of the assistant, the response is joined to that text.
     """

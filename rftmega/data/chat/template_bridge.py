@@ -40,8 +40,9 @@ class TemplateBridge:
         self.ends = {*tokenizer.stop_ids, *self._further_ends()}
 
     def message(self, reply: Reply) -> dict[str, Any]:
-        """Returns a parsed completion as a message with the fields that the template renders.
-        Reasoning and calls for which the template has no field stay in the content.
+        """Converts `reply`, a parsed completion, to an assistant message with the fields that the
+        chat template renders. Reasoning and calls for which the template has no field stay in the
+        content.
         """
         message: dict[str, Any] = {"role": "assistant", "content": reply.text}
         readable = all(call.arguments is not None for call in reply.calls)
@@ -62,7 +63,7 @@ class TemplateBridge:
         self, completion_ids: Sequence[int], messages: Messages, tools: Specs, history: Messages
     ) -> Bridge | None:
         """Returns the token ids after a completion if `messages` reply to it; None if the template
-        rewrites earlier text.
+        rewrites earlier text. `tools`: function specs.
 
         `history`: all messages up to and including the completion's, as returned by `message`.
         """
@@ -91,12 +92,13 @@ class TemplateBridge:
     def _behind(
         self, before: str, whole: str, completion_ids: Sequence[int], message: Any, first: int
     ) -> tuple[str, int] | None:
-        """Returns (anchor, start): the text that directly precedes the new tokens, and the start of
-        the new text in `whole`, the text of the longer conversation. Returns None if `whole` does
-        not contain the whole completion.
+        """Returns (anchor, start): the text that directly precedes the new tokens, and the
+        character at which the new text starts in `whole`. Returns None if `whole` does not contain
+        the whole completion.
 
-        `before`: text of the conversation before the completion. `message`: the completion as a
-        message. `first`: start of the first new message's content.
+        `before`: rendering of the messages before the completion. `whole`: rendering of all
+        messages, including those after it. `message`: the completion as a message. `first`: the
+        character in `whole` at which the content of the first message after the completion starts.
         """
         completion = text_of(self._tokenizer, completion_ids)
         ended = bool(completion_ids) and completion_ids[-1] in self.ends
@@ -115,8 +117,9 @@ class TemplateBridge:
     def _places(
         self, whole: str, history: Messages, messages: Messages, tools: Specs
     ) -> list[tuple[int, int]]:
-        """Returns the character range of each new message's content in `whole`, found by replacing
-        the content and comparing the texts.
+        """Returns the character range (start, stop) of the content of each of `messages` in
+        `whole`, the rendering of `history` and `messages`. The ranges are found by replacing the
+        content and comparing the texts.
         """
         places = []
         for number, message in enumerate(messages):
@@ -131,8 +134,8 @@ class TemplateBridge:
     def _spans(
         self, anchor: str, text: str, places: Sequence[tuple[int, int]], ids: Sequence[int]
     ) -> list[tuple[int, int]]:
-        """Returns the token ranges of the character ranges `places` of `text`. `ids`: the token ids
-        of `text`; `anchor`: the text before it.
+        """Returns the token range (start, stop) of each character range in `places`. `text`: the
+        text of the characters; `ids`: its token ids; `anchor`: the text before it.
         """
         inner = self._tokenizer.inner
         if inner.is_fast:
@@ -169,7 +172,9 @@ class TemplateBridge:
         return ""
 
     def _further_ends(self) -> set[int]:
-        """Returns the ids of the tokens in ENDS that the template writes after turns or calls."""
+        """Returns the ids of those tokens in ENDS that the chat template writes at the end of turns
+        or calls.
+        """
         call = {"name": "f", "arguments": {"a": MARK}}
         texts = [
             self._completion_text(content=MARK),
@@ -186,7 +191,9 @@ def _call(function: dict[str, Any]) -> dict[str, Any]:
 
 
 def _behind_thinking(reply: Reply) -> str:
-    """Returns a completion's text after its reasoning, with calls as the model wrote them."""
+    """Returns the text of a completion after its reasoning, including calls as the model wrote
+    them.
+    """
     _, closed, behind = reply.text.partition("</think>")
     if closed:
         return behind.lstrip("\n")

@@ -19,8 +19,8 @@ USER = {"role": "user", "content": "?"}
 
 @dataclass(frozen=True)
 class TemplateForms:
-    """TemplateForms detects the properties of a chat template by rendering test messages with
-    `render`.
+    """TemplateForms detects which message format a chat template reads, by rendering test messages
+    with `render` (messages -> text).
 
     It does not read the template's source, so it works for any template.
     """

@@ -17,7 +17,7 @@ CLOSED = "</think>"
 @dataclass
 class Unrendered:
     """Unrendered finds the parts of messages that are missing in the text rendered by the chat
-    template.
+    template. `render`(messages, open) returns this text; open: whether a completion follows.
 
     It replaces each text in the messages by a unique mark and searches for the marks in the
     rendered text, so that trimming and JSON encoding make no difference. The result is cached for
@@ -28,8 +28,8 @@ class Unrendered:
     _known: dict[Any, tuple[tuple[int, str], ...]] = field(default_factory=dict)
 
     def of(self, messages: Messages, *, open_: bool) -> tuple[tuple[int, str], ...]:
-        """Returns (message index, part name) of each message part that is not rendered. `open_`:
-        whether a completion follows the messages.
+        """Returns (message index, part name) of each part of `messages` that is not rendered.
+        `open_`: whether a completion follows the messages.
         """
         numbers = count()
         marks: dict[str, tuple[int, str]] = {}
@@ -57,15 +57,18 @@ class Unrendered:
 
 @dataclass
 class Report:
-    """Report counts the records of a file that have message parts which the chat template does not
-    render.
+    """Report collects the records of a file that have message parts which the chat template does
+    not render. `pending`: such parts of the current record; `places`: part -> locations of the
+    records with this part.
     """
 
     pending: set[str] = field(default_factory=set)  # of the current record
     places: dict[str, list[str]] = field(default_factory=dict)  # part -> the records with it
 
     def add(self, messages: Messages, missing: tuple[tuple[int, str], ...]) -> None:
-        """Adds the unrendered parts `missing` of a record's messages to the pending parts."""
+        """Adds parts of a record's messages to `pending`. `missing`: (message index, part name) of
+        each part that is not rendered, as returned by `Unrendered.of`.
+        """
         last = len(messages) - 1
         for place, name in missing:
             role = messages[place]["role"]
@@ -73,13 +76,17 @@ class Report:
             self.pending.add(f"{name} of {which} ({role})")
 
     def settle(self, place: str) -> None:
-        """Stores the pending parts for the record at the location `place`."""
+        """Ends a record: adds its location `place` under each part in `pending`, and clears
+        `pending`.
+        """
         for name in sorted(self.pending):
             self.places.setdefault(name, []).append(place)
         self.pending.clear()
 
     def log(self, source: object) -> None:
-        """Logs a warning for each message part that was not rendered in some record."""
+        """Logs one warning for each message part that was not rendered in some record of the file
+        `source`.
+        """
         for name, places in self.places.items():
             log.warning(
                 "%s: the chat template does not render %s in %d record(s), the first at %s: the model doesn't see it",
@@ -134,7 +141,7 @@ def _marked_call(call: dict[str, Any], place: int, mark: Callable[[int, str], st
 
 
 def _without_names(message: dict[str, Any]) -> Any:
-    """Returns a message's role, fields and calls without names and ids, which differ between
+    """Returns a message's role, fields and calls, but not names and ids, which differ between
     records.
     """
     calls = [call["function"] for call in message.get("tool_calls") or ()]
@@ -143,8 +150,8 @@ def _without_names(message: dict[str, Any]) -> Any:
 
 
 def says_something(message: dict[str, Any], missing: set[str]) -> bool:
-    """Returns whether the template renders some part of a message. `missing`: names of its
-    unrendered fields.
+    """Returns whether the template renders any part of a message. `missing`: names of the message's
+    fields that are not rendered.
     """
     said = {name for name in ("content", "tool_calls", *REASONING_KEYS) if message.get(name)}
     return bool(said - missing)

@@ -26,9 +26,10 @@ class ControlTokens:
     """ControlTokens distinguishes the control tokens of a tokenizer from text that contains their
     names.
 
-    A control token's name in text of a dataset or an environment is replaced by a stand-in before
-    the text is rendered. When the rendered text is tokenized, the stand-in is encoded as the
-    letters of the name. Text without such a name is not changed, and costs one search.
+    A control token's name in text of a dataset or an environment is replaced by a stand-in, a
+    sequence of reserved characters, before the text is rendered. When the rendered text is
+    tokenized, the stand-in is encoded as the letters of the name. Text without such a name is not
+    changed, and costs one search.
     """
 
     def __init__(self, inner: Any, source: Callable[[], str]):
@@ -53,8 +54,9 @@ class ControlTokens:
         return [name for text in _texts(value) for name in pattern.findall(text)]
 
     def hidden(self, value: Any, *, words: bool = False, but: Collection[str] = ()) -> Any:
-        """Returns `value` (a text or messages) with a stand-in for each name that `found` returns.
-        Names in `but` stay unchanged.
+        """Returns `value` (a text or messages) with each name that `found` returns replaced by a
+        stand-in, which `encode` encodes as the letters of the name. `words`: as in `found`. Names
+        in `but` stay unchanged.
         """
         pattern = self._all if words else self._special
 
@@ -69,8 +71,8 @@ class ControlTokens:
         return _mapped(value, hide)
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
-        """Returns the token ids of a text; a stand-in is encoded as the letters of its control
-        token's name.
+        """Returns the token ids of a text that may contain stand-ins (see `hidden`); a stand-in is
+        encoded as the letters of its control token's name.
         """
         if BEGIN not in text:
             return list(self._inner.encode(text, add_special_tokens=add_special_tokens))
@@ -97,8 +99,8 @@ class ControlTokens:
 
     @cached_property
     def _copy(self) -> tuple[Any, dict[int, int]]:
-        """Returns a copy of the tokenizer in which control tokens have other names (see `_own`),
-        and a dictionary from the ids of the renamed tokens to the original ids.
+        """Returns a copy of the tokenizer in which control tokens have the names that `_own`
+        returns, and a dictionary from the ids of the renamed tokens to the original ids.
         """
         copy: Any = Tokenizer.from_str(self._inner.backend_tokenizer.to_str())
         names = [name for name in self._added if self._all.fullmatch(name)]
@@ -112,7 +114,9 @@ class ControlTokens:
         return OWN_BEGIN + _digits(self._added[name]) + OWN_END
 
     def _renamed(self, name: str) -> AddedToken:
-        """Returns a token with the name from `_own` that strips spaces like the original token."""
+        """Returns the token that stands for the control token `name` in the tokenizer's copy: it
+        has the name `_own(name)` and strips spaces like the original token.
+        """
         flags = self._flags[name]
         return AddedToken(
             self._own(name),
@@ -124,8 +128,8 @@ class ControlTokens:
         )
 
     def _apart(self, text: str, add_special_tokens: bool) -> Encoded:
-        """Returns the token ids of a text with stand-ins and their character ranges. A slow
-        tokenizer returns no ranges.
+        """Returns the token ids of a text that contains stand-ins, and the character range of each
+        token. With a slow tokenizer, the list of ranges is empty.
         """
         if not self._inner.is_fast:  # slow tokenizers take no options: a space splits the name
             told = STAND_IN.sub(lambda found: _parted(self._name(found[1])), text)
@@ -140,8 +144,8 @@ class ControlTokens:
         return [ids.get(each, each) for each in found.ids], spans
 
     def _pieces(self, text: str) -> Iterable[tuple[str, int, int]]:
-        """Yields (input, start, stop): the input of `_copy` for each section of `text`, with the
-        section's character range.
+        """Splits `text` and yields (input, start, stop) for each section: the text that `_copy`
+        encodes in place of the section, and the section's character range.
         """
         at = 0
         for found in self._parts.finditer(text):
@@ -151,8 +155,8 @@ class ControlTokens:
         yield from _letters(text, at, len(text))
 
     def _piece(self, found: re.Match[str]) -> str:
-        """Returns the input of `_copy` for a match of `_parts`: the letters of a stand-in, or the
-        changed name of a control token that the template wrote.
+        """Returns the text that `_copy` encodes in place of a match of `_parts`: the letters of a
+        stand-in's name, or the changed name of a control token that the template wrote.
         """
         if found[1]:
             return self._name(found[1])

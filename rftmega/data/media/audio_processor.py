@@ -63,14 +63,15 @@ class AudioProcessor:
         return -(-samples // int(self._inner.hop_length))
 
     def tokens_of(self, frames: int) -> int:
-        """Returns the number of features (tokens) that the audio encoder returns for `frames`
-        frames: about a fourth of them.
+        """Returns the number of features, and thus of placeholder tokens, that the audio encoder
+        computes from `frames` frames: about a fourth of `frames`.
         """
         return ((frames - 1) // 2 - 1) // 2 + 1
 
     def placed(self, source: str | bytes, digest: str, samples: int, start: int) -> PlacedWaveform:
-        """Returns the PlacedWaveform of a waveform with `samples` samples whose features begin at
-        token `start` of a row.
+        """Returns the PlacedWaveform (source and token positions) of a waveform with `samples`
+        samples whose features begin at token `start` of a row. `source`: the file's path or bytes;
+        `digest`: its SHA-256.
         """
         frames = self.frames_of(samples)
         return PlacedWaveform(source, digest, frames, self.positions, start, self.tokens_of(frames))
@@ -84,11 +85,12 @@ class AudioProcessor:
         return self._read(source, digest)
 
     def frames(self, source: str | bytes | Tensor, digest: str = "") -> Tensor:
-        """Returns the frames [M, window] of a waveform, given as a file's path or bytes, in
-        float32; M is the number of mel bins. Returns a tensor unchanged.
+        """Returns the log-mel frames [M, window] of a waveform, given as a file's path or bytes, in
+        float32; M is the number of mel bins, window the encoder's number of frames. Returns a
+        tensor unchanged.
 
-        Caches the frames of recent files by `digest` and does not read these files again. Raises
-        DataError if the file can't be read or has changed.
+        Caches the frames of recent files by `digest`, their SHA-256, and does not read these files
+        again. Raises DataError if the file can't be read or has changed.
         """
         if isinstance(source, Tensor):
             return source
@@ -101,8 +103,8 @@ class AudioProcessor:
         return self._kept[digest]
 
     def frames_in(self, waveform: np.ndarray) -> Tensor:
-        """Returns the frames [M, window] of a waveform [samples], in float32; M is the number of
-        mel bins.
+        """Returns the log-mel frames [M, window] of a waveform [samples], in float32; M is the
+        number of mel bins, window the encoder's number of frames.
         """
         made = self._inner(
             waveform, sampling_rate=self.rate, padding="max_length", return_tensors="pt"

@@ -110,9 +110,11 @@ class ImageProcessor:
     def placed_video(
         self, grid: tuple[int, int, int], video: Video, chosen: Sequence[int], encode: Encode
     ) -> tuple[list[int], Frames]:
-        """Returns the token ids that represent a video in a prompt, and the video's Frames.
-        `encode` tokenizes the timestamps, which Qwen3-VL expects as text before each run of
-        placeholders.
+        """Returns the token ids that represent a video in a prompt, and the video's Frames (frames
+        used, and token positions of their features).
+
+        `grid`: patches along time, height and width; `chosen`: indices of the frames used. `encode`
+        tokenizes the timestamps, which Qwen3-VL expects as text before each run of placeholders.
         """
         length = self.tokens_of(grid)
         deep: int = self._videos.temporal_patch_size
@@ -137,8 +139,9 @@ class ImageProcessor:
         return ids, Frames(tuple(chosen), video.total, video.rate, 1.0, tuple(starts), each)
 
     def step_of(self, shown: int, total: int, rate: float) -> float:
-        """Returns the difference of the time positions of two successive temporal patches. `total`:
-        frames of the video; `rate`: its frames per second; `shown`: number of frames that are used.
+        """Returns the difference between the time position ids (M-RoPE) of two successive temporal
+        patches. `total`: number of frames of the video; `rate`: its frames per second; `shown`:
+        number of frames that are used.
         """
         if self._config["model_type"] != "qwen2_5_vl":
             return 1.0
@@ -165,15 +168,15 @@ class ImageProcessor:
         return found
 
     def tokens_of(self, grid: tuple[int, int, int]) -> int:
-        """Returns the number of features (tokens) of an image or video with the patches `grid`
-        (time, height, width).
+        """Returns the number of features, and thus of placeholder tokens, of an image or video.
+        `grid`: its patches along time, height and width.
         """
         time, height, width = grid
         return time * height * width // self.merge**2
 
     def pixels(self, image: PlacedImage) -> Tensor:
         """Returns the patches [t * h * w, C] of an image or video, in float32; C is the number of
-        values per patch. Returns a source that is a tensor unchanged.
+        values per patch. If `image.source` is a tensor of patches, returns it unchanged.
 
         Caches the patches of recent files and does not read these files again. Raises DataError if
         the file can't be read or has changed.
@@ -195,8 +198,9 @@ class ImageProcessor:
         return found
 
     def read_ahead(self, images: Iterable[PlacedImage]) -> None:
-        """Starts to read images and videos in threads, a few at a time, in the given order, in
-        which `pixels` will request them. Drops earlier reads of files that are not in `images`.
+        """Starts to read images and videos in threads, a few at a time, so that `pixels` finds them
+        ready. `images`: in the order in which `pixels` will be called. Discards earlier reads of
+        files that are not in `images`.
         """
         self._coming = deque(images)
         wanted = {image.digest for image in self._coming}

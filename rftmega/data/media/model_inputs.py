@@ -14,7 +14,8 @@ Load = Callable[[PlacedImage], Tensor]
 @dataclass(frozen=True, slots=True)
 class ImageTensors:
     """ImageTensors holds the image inputs of a micro-batch on the host: for each token [B, S] its
-    positions and the index of its image feature, and the patches of the images.
+    position ids (time, height, width) and the 1-based index of its image feature (0: text), and the
+    patches of the images.
     """
 
     positions: Tensor  # [B, S, 3] int64: time, height, width
@@ -37,8 +38,8 @@ class ImageTensors:
 def image_tensors(
     images: RowImages | None, rows: int, columns: int, *, merge: int, load: Load | None
 ) -> ImageTensors:
-    """Returns the image inputs of a micro-batch of `rows` rows of `columns` tokens; loads an image
-    that several rows share only once.
+    """Returns the image inputs of a micro-batch of `rows` rows of `columns` tokens; an image that
+    several rows share is loaded once. `images`: the images of each row; None if there are none.
 
     `merge`: patches along each side of the square that becomes one feature. `load` returns an
     image's patches; None if this process does not run the vision encoder.
@@ -68,7 +69,9 @@ def image_tensors(
 
 
 def image_positions(images: tuple[PlacedImage, ...], columns: int, *, merge: int) -> Tensor:
-    """Returns the position ids [columns, 3] of a row (Qwen2-VL, arXiv:2409.12191, section 2.1).
+    """Returns the position ids [columns, 3] of a row of `columns` tokens with `images` (Qwen2-VL,
+    arXiv:2409.12191, section 2.1). `merge`: patches along each side of the square that becomes one
+    feature.
 
     The three positions (time, height, width) of a text token are equal and increase by one per
     token. An image's features begin at the next text position; height and width count its rows and
@@ -91,7 +94,10 @@ def image_positions(images: tuple[PlacedImage, ...], columns: int, *, merge: int
 
 
 def _block(image: PlacedImage, merge: int) -> Tensor:
-    """Returns the positions [features, 3] of one run of an image's features, starting from 0."""
+    """Returns the position ids [features, 3] (time, height, width, each from 0) of one contiguous
+    run of an image's or video's features. `merge`: patches along each side of the square that
+    becomes one feature.
+    """
     time, height, width = image.grid[0], image.grid[1] // merge, image.grid[2] // merge
     times = torch.arange(time // len(image.runs), dtype=torch.float64)
     if image.frames is not None:

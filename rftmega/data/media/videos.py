@@ -28,7 +28,9 @@ CHUNK = 2**20
 
 @dataclass(frozen=True, slots=True)
 class Video:
-    """Video holds the properties of a video that are known without decoding it."""
+    """Video holds a video's number of frames (`total`), frames per second (`rate`) and size in
+    pixels, which are known without decoding it.
+    """
 
     total: int  # frames
     rate: float  # frames a second
@@ -72,10 +74,10 @@ def chosen_frames(video: Video, rate: float, most: int) -> tuple[int, ...]:
 
 
 def read_video(path: str, frames: Frames, digest: str) -> np.ndarray:
-    """Returns the frames as `read_frames` does, after checking that `digest_of_video` still returns
-    `digest`.
+    """Returns the video's frames [frames, height, width, 3] in RGB. `frames`: which frames are
+    used; `digest`: what `digest_of_video` returned for them before the run.
 
-    Raises DataError if the video has changed or its frames can't be read.
+    Raises DataError if the video has changed since, or its frames can't be read.
     """
     if digest_of_video(path, frames.total, frames.rate, frames.chosen) != digest:
         raise DataError(
@@ -85,7 +87,7 @@ def read_video(path: str, frames: Frames, digest: str) -> np.ndarray:
 
 
 def read_frames(path: str | Path, chosen: Sequence[int]) -> np.ndarray:
-    """Returns the chosen frames of a video, [frames, height, width, 3] in RGB.
+    """Returns the frames of a video with the indices `chosen`, [frames, height, width, 3] in RGB.
 
     Raises DataError if a frame can't be read, or the frames differ in size.
     """
@@ -103,7 +105,9 @@ def read_frames(path: str | Path, chosen: Sequence[int]) -> np.ndarray:
 
 
 def check_size(path: str | Path, video: Video, chosen: Sequence[int]) -> None:
-    """Raises DataError if the chosen frames together have more than MOST_SHOWN pixels."""
+    """Raises DataError if the frames with the indices `chosen` together have more than MOST_SHOWN
+    pixels. `path`: the video's, for the error message.
+    """
     pixels = len(chosen) * video.width * video.height
     if pixels > MOST_SHOWN:
         raise DataError(
@@ -113,9 +117,9 @@ def check_size(path: str | Path, video: Video, chosen: Sequence[int]) -> None:
 
 
 def digest_of_video(path: str | Path, total: int, rate: float, chosen: Sequence[int]) -> str:
-    """Returns the SHA-256, in hexadecimal, of the content and times of the chosen frames. `total`:
-    number of frames of the video; `rate`: its frames per second. Returns "" for a folder that does
-    not have `total` files.
+    """Returns a SHA-256, in hexadecimal, of a video's content (the frames with the indices `chosen`
+    of a folder, or a whole file) and of the other arguments. `total`: number of frames of the
+    video; `rate`: its frames per second. Returns "" for a folder that does not have `total` files.
 
     Raises DataError if the video can't be read.
     """
@@ -189,8 +193,8 @@ def _file(path: Path) -> Video:
 
 
 def _decoded(path: Path, chosen: Sequence[int]) -> list[np.ndarray]:
-    """Returns the chosen frames of a video file. Decodes all frames up to the last chosen one,
-    since seeking may be inexact.
+    """Returns the frames of a video file with the indices `chosen`. Decodes all frames up to the
+    last of them, since seeking may be inexact.
     """
     import cv2
 

@@ -15,7 +15,7 @@ Load = Callable[[PlacedWaveform], Tensor]
 @dataclass(frozen=True, slots=True)
 class WaveformTensors:
     """WaveformTensors holds the waveform inputs of a micro-batch on the host: for each token [B, S]
-    the index of its audio feature, and the frames of the waveforms.
+    the 1-based index of its audio feature (0: text), and the frames of the waveforms.
     """
 
     # [B, S] int64: the row of the encoder's output that replaces the token's embedding, from 1; 0:
@@ -37,8 +37,9 @@ class WaveformTensors:
 def waveform_tensors(
     waveforms: RowImages | None, rows: int, columns: int, *, load: Load | None
 ) -> WaveformTensors:
-    """Returns the waveform inputs of a micro-batch of `rows` rows of `columns` tokens; loads a
-    waveform that several rows share only once.
+    """Returns the waveform inputs of a micro-batch of `rows` rows of `columns` tokens; a waveform
+    that several rows share is loaded once. `waveforms`: the waveforms of each row; None if there
+    are none.
 
     `load` returns a waveform's frames; None if this process does not run the audio encoder.
     """

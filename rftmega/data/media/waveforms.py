@@ -18,8 +18,9 @@ def samples_of(content: bytes, name: str, *, rate: int, most: int) -> int:
     """Returns the number of samples of the waveform in a file's bytes, without decoding the
     waveform.
 
-    The arguments are those of `waveform_of`. Raises DataError as `waveform_of` does, except for
-    damage after the file's header.
+    `name` identifies the file in error messages; `rate`: required sampling rate in Hz; `most`:
+    maximum number of samples. Raises DataError as `waveform_of` does, except for damage after the
+    file's header.
     """
     with _opened(content, name) as file:
         _check_head(file, name, rate=rate, most=most)
@@ -27,9 +28,11 @@ def samples_of(content: bytes, name: str, *, rate: int, most: int) -> int:
 
 
 def read_waveform(source: str | bytes, digest: str = "", *, rate: int, most: int) -> np.ndarray:
-    """Returns the waveform [samples] of a file, given as a path or as bytes; see `waveform_of`.
+    """Returns the waveform [samples] of a file, given as a path or as bytes, in float32 from -1 to
+    1.
 
-    `digest`: SHA-256 that the file must have; "" to skip the check.
+    `digest`: SHA-256 that the file must have; "" to skip the check. `rate` and the errors raised:
+    as in `waveform_of`; `most`: maximum number of samples.
     """
     name = source if isinstance(source, str) else "a waveform in the data"
     return waveform_of(content_of(source, digest, "waveform"), name, rate=rate, most=most)

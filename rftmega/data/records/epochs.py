@@ -16,8 +16,8 @@ T = TypeVar("T")
 
 
 class Examples(list[T]):
-    """Examples is a list of a dataset's examples. `identities` holds the identity of each example's
-    record (see `identity_of`).
+    """Examples is a list of a dataset's examples. `identities` holds one number per example that
+    identifies its record (see `identity_of`).
     """
 
     def __init__(self, examples: Sequence[T], identities: Sequence[int]):
@@ -26,7 +26,9 @@ class Examples(list[T]):
 
 
 class Epochs(Generic[T]):
-    """Epochs is an endless stream of `items`; each epoch contains all items in a new random order."""
+    """Epochs is an endless stream of `items`; each epoch contains all items in a new random order,
+    which depends on `seed` and the epoch.
+    """
 
     def __init__(self, items: Sequence[T], seed: int | str):
         self.items = items
@@ -39,13 +41,16 @@ class Epochs(Generic[T]):
         self._rest: list[int] | None = None
 
     def at(self, taken: int) -> T:
-        """Returns the item at position `taken` of the stream."""
+        """Returns the item at position `taken` of the stream (0: the first item of the first
+        epoch).
+        """
         epoch, offset = self._place(taken)
         return self.items[self._order_of(epoch)[offset]]
 
     def state(self, taken: int) -> dict[str, Any]:
-        """Returns the state for a resume after `taken` items: the epoch, and the identities of the
-        items that the epoch has used, [n] int64. The caller must not change this tensor.
+        """Returns the state from which `load_state` resumes after `taken` items: {"taken", "epoch",
+        "seen"}, where "seen" [n] int64 holds the identities (see `identity_of`) of the items that
+        the epoch has used. The caller must not change this tensor.
         """
         epoch, offset = self._place(taken)
         resumed = self._rest is not None and epoch == self._epoch
@@ -53,8 +58,8 @@ class Epochs(Generic[T]):
         return {"taken": taken, "epoch": epoch, "seen": self._handed_out(epoch)[:offset]}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Resumes from a state of `state`: the epoch continues with the items that it has not used
-        yet, even if the items or the seed have changed.
+        """Resumes from `state`, a value that the method `state` returned: the epoch continues with
+        the items that it has not used yet, even if the items or the seed have changed.
         """
         self._taken, self._epoch, self._seen = state["taken"], state["epoch"], state["seen"]
         seen = Counter(self._seen.tolist())
@@ -69,8 +74,8 @@ class Epochs(Generic[T]):
         self._handed_out.cache_clear()
 
     def _place(self, taken: int) -> tuple[int, int]:
-        """Returns (epoch, number of items of this epoch that are used) after `taken` items of the
-        stream.
+        """Returns (epoch, offset): the epoch that contains position `taken` of the stream, and the
+        position within this epoch or, in a resumed epoch, within its remaining items.
         """
         if self._rest is None:
             return divmod(taken, max(len(self.items), 1))

@@ -31,8 +31,9 @@ END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
 
 
 def records(source: str | Path) -> Iterator[tuple[str, Record | DataError]]:
-    """Yields (location, record) for all records in `source`. A location is "file:line", counted
-    from 1, or "file row N", counted from 0 as in `datasets`.
+    """Yields (location, record) for all records in `source`: a file, a folder or a user's function
+    (see this module). A location is "file:line", counted from 1, or "file row N", counted from 0 as
+    in `datasets`.
 
     Yields a DataError instead of the record for a line that is not a JSON object, so that the
     caller can list all such lines. Raises DataError for an unknown format or split, and for a file
@@ -101,7 +102,9 @@ def _files_of(folder: Path, split: str) -> list[Path]:
 
 
 def _made(path: Path, name: str) -> Iterator[tuple[str, Record | DataError]]:
-    """Yields the records that a user's function returns. The function is called without arguments."""
+    """Yields (location, record) for each record that the function `name` in the user's Python file
+    `path` returns. The function is called without arguments.
+    """
     place = f"{path}:{name}"
     try:
         function = getattr(module_of(str(path), "data"), name, None)

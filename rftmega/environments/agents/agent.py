@@ -48,9 +48,11 @@ class AgentEnvironment:
             self._function = function_of(options.function, "environment.function")
 
     async def run(self, task: Prompt, model: Model) -> Rollout:
-        """Runs the agent on a task and returns the rollout. Raises EnvironmentFailed if the agent
-        obtained no completion. Exceptions of the agent are raised again if the option agent_errors
-        is "raise".
+        """Runs the agent on a task and returns the rollout: the trajectories of the agent's
+        requests to `model`, and its rewards.
+
+        Raises EnvironmentFailed if the agent obtained no completion. Exceptions of the agent are
+        raised again if the option agent_errors is "raise", and only logged otherwise.
         """
         session = Session(model, self.renderer)
         key = await self.endpoint.open(session)
@@ -85,7 +87,9 @@ class AgentEnvironment:
         await self.endpoint.close()
 
     async def _solved(self, task: Prompt, key: str) -> Any:
-        """Runs the agent on a task with the endpoint key `key`. Returns the agent's result."""
+        """Runs the agent on a task and returns its result (see `rewards_of`). `key`: the API key
+        with which the agent calls the endpoint.
+        """
         fields, url = task_of(task), f"{self.endpoint.address}/v1"
         if self._function is None:
             return await _run(self.options.command, fields, url, key)
@@ -103,8 +107,8 @@ def task_of(task: Prompt) -> dict[str, Any]:
 
 
 def rewards_of(given: Any) -> dict[str, float]:
-    """Returns an agent's result as rewards by name. A number becomes the reward "agent", None no
-    reward.
+    """Converts an agent's result `given` to rewards by name: a number becomes the reward "agent", a
+    dictionary stays, None becomes no reward.
 
     Raises ValueError unless the result is a finite number, a dictionary of finite numbers, or None.
     """
@@ -122,10 +126,10 @@ def rewards_of(given: Any) -> dict[str, float]:
 
 async def _run(command: Sequence[str], task: Mapping[str, Any], url: str, key: str) -> Any:
     """Runs an agent program on a task. Returns the value in the last line of its output (see
-    `_json`), or None if it wrote nothing. The program gets the endpoint's address and key, and the
-    task as JSON, in environment variables.
+    `_json`), or None if it wrote nothing.
 
-    Raises EnvironmentFailed if the exit status is not 0.
+    The program gets the endpoint's address `url`, its API key `key`, and the task as JSON, in
+    environment variables. Raises EnvironmentFailed if the exit status is not 0.
     """
     own = {"OPENAI_BASE_URL": url, "OPENAI_API_KEY": key, "OPENAI_MODEL": MODEL}
     process = await asyncio.create_subprocess_exec(
@@ -151,7 +155,7 @@ async def _run(command: Sequence[str], task: Mapping[str, Any], url: str, key: s
 
 
 def _kill(group: int) -> None:
-    """Kills all processes in a process group."""
+    """Kills all processes in the process group with id `group`."""
     with suppress(ProcessLookupError):
         os.killpg(group, 9)
 

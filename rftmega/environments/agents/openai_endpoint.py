@@ -1,4 +1,6 @@
-"""Endpoint serves the policy to agents with their own loop through an OpenAI-compatible API."""
+"""Endpoint serves the policy through an OpenAI-compatible API to agents, programs that decide
+themselves when to call the model.
+"""
 
 import asyncio
 import concurrent.futures
@@ -68,7 +70,7 @@ class Endpoint:
         return key
 
     def shut(self, key: str) -> None:
-        """Removes a session's API key, so that further requests with it are refused."""
+        """Removes a session's API key `key`, so that further requests with it are refused."""
         self._sessions.pop(key, None)
 
     async def close(self) -> None:

@@ -44,8 +44,8 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True)
 class Said:
-    """Said is the response to an agent's request in chat messages: the completion, both parsed and
-    as sampled.
+    """Said is the response to an agent's request in chat messages: the completion, as sampled
+    (token ids) and parsed into text, reasoning and tool calls.
     """
 
     reply: Reply
@@ -88,7 +88,9 @@ class Said:
         return [(call.id, call.name, json.dumps(call.arguments)) for call in self.reply.calls]
 
     def message(self) -> dict[str, Any]:
-        """Returns the assistant message that the agent will send back in later requests."""
+        """Returns the response as an assistant message, as the agent will include it in later
+        requests.
+        """
         message: dict[str, Any] = {"role": "assistant", "content": self.content}
         if self.reply.calls and self.readable:
             message["tool_calls"] = calls_of(self.reply)
@@ -96,8 +98,8 @@ class Said:
 
 
 def check_sampling(body: Mapping[str, Any], sampling: Sampling) -> None:
-    """Raises RequestRefused if a request's sampling parameters differ from the run's: training
-    would use wrong probabilities for the sampled tokens.
+    """Raises RequestRefused if sampling parameters in the request `body` differ from `sampling`,
+    those of the run: training would use wrong probabilities for the sampled tokens.
     """
     own = sampling._asdict() | NEUTRAL
     for name, value in own.items():
@@ -130,8 +132,9 @@ def text_content(content: Any) -> str:
 
 
 def call_message(call_id: str, name: str, arguments: Any) -> dict[str, Any]:
-    """Returns a call in the format of chat templates, with its arguments as a dictionary. Raises
-    RequestRefused for arguments that are not a JSON object.
+    """Returns a tool call in the format of chat templates, with its arguments as a dictionary.
+
+    Raises RequestRefused for arguments that are not a JSON object.
     """
     try:
         fields = json.loads(arguments) if isinstance(arguments, str) else arguments
@@ -143,8 +146,8 @@ def call_message(call_id: str, name: str, arguments: Any) -> dict[str, Any]:
 
 
 def named(messages: Messages) -> Messages:
-    """Returns messages in which each tool message has the name of its tool, which some chat
-    templates require.
+    """Returns a copy of `messages` in which each tool message has the name of its tool, which some
+    chat templates require.
     """
     names = {
         call["id"]: call["function"]["name"]

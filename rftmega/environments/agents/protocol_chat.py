@@ -47,8 +47,10 @@ def _message(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def said_in_chat(body: Mapping[str, Any], said: Said, number: str) -> dict[str, Any]:
-    """Returns the response body of a Chat Completions request. `body`: the request; `number` is
-    part of the response's id.
+    """Returns the response body of a Chat Completions request as a dictionary.
+
+    `body`: the request; `said`: the model's response; `number`: a random text that makes the
+    response's id unique.
     """
     message: dict[str, Any] = {"role": "assistant", "content": said.content or None}
     if said.reply.reasoning:
@@ -63,8 +65,8 @@ def said_in_chat(body: Mapping[str, Any], said: Said, number: str) -> dict[str, 
 
 
 def chunks_in_chat(body: Mapping[str, Any], said: Said, number: str) -> Iterator[dict[str, Any]]:
-    """Yields the response as the chunks of a Chat Completions stream; the arguments are those of
-    `said_in_chat`.
+    """Yields the chunks of a streamed Chat Completions response, each as a dictionary; the
+    arguments are those of `said_in_chat`.
     """
     head = _head(body, number, "chat.completion.chunk")
 

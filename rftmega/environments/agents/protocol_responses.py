@@ -26,11 +26,11 @@ ROLES = {"developer": "system"}
 
 
 def asked_in_responses(body: Mapping[str, Any], before: Messages) -> Asked:
-    """Returns a parsed Responses request. `before`: the messages up to and including the previous
-    response that the request continues; empty if it continues none.
+    """Returns the parsed Responses request `body`.
 
-    Raises RequestRefused for input items that are not text or function calls, and for tools that
-    are not functions.
+    `before`: if the request continues a previous response, the conversation's messages up to and
+    including that response; otherwise empty. Raises RequestRefused for input items that are not
+    text or function calls, and for tools that are not functions.
     """
     refuse_unread(body)
     if ((body.get("text") or {}).get("format") or {}).get("type", "text") != "text":
@@ -51,8 +51,8 @@ def asked_in_responses(body: Mapping[str, Any], before: Messages) -> Asked:
 
 
 def _add(messages: Messages, item: Mapping[str, Any]) -> None:
-    """Adds an input item of a Responses request to `messages`. Consecutive assistant items are
-    joined to one message.
+    """Appends an input item of a Responses request to `messages` as a chat message; consecutive
+    assistant items are joined to one message.
     """
     kind = item.get("type", "message")
     if kind == "reasoning":  # we return none, so it is another model's
@@ -87,8 +87,10 @@ def _spec(tool: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def said_in_responses(body: Mapping[str, Any], said: Said, number: str) -> dict[str, Any]:
-    """Returns the response body of a Responses request. `body`: the request; `number` is part of
-    the response's id.
+    """Returns the response body of a Responses request as a dictionary.
+
+    `body`: the request; `said`: the model's response; `number`: a random text that makes the
+    response's id unique.
     """
     cut = said.finish_reason == "length"
     prompt, completion = said.usage
@@ -127,7 +129,9 @@ def _head(body: Mapping[str, Any], number: str) -> dict[str, Any]:
 
 
 def _output(said: Said, number: str) -> list[dict[str, Any]]:
-    """Returns the output items of a response: its text, if there is any, followed by its calls."""
+    """Returns the output items of a response: its text, if there is any, followed by its function
+    calls. `number` is part of the items' ids.
+    """
     items: list[dict[str, Any]] = []
     calls = said.calls()
     if said.content or not calls:
@@ -143,8 +147,8 @@ def _output(said: Said, number: str) -> list[dict[str, Any]]:
 def events_in_responses(
     body: Mapping[str, Any], said: Said, number: str
 ) -> Iterator[dict[str, Any]]:
-    """Yields the response as the events of a Responses stream; the arguments are those of
-    `said_in_responses`.
+    """Yields the events of a streamed Responses response, each as a dictionary; the arguments are
+    those of `said_in_responses`.
     """
     whole = said_in_responses(body, said, number)
     events = [{"type": "response.created", "response": _head(body, number)}]

@@ -1,4 +1,4 @@
-"""Parsing of requests in token ids, in the format of vLLM's /inference/v1/generate."""
+"""Parsing of requests whose context is token ids, in the format of vLLM's /inference/v1/generate."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -19,8 +19,10 @@ READ = ("max_tokens", *Sampling._fields, *NEUTRAL)
 
 
 def asked_in_tokens(body: Mapping[str, Any], renderer: ConversationRenderer) -> Tokens:
-    """Returns a parsed token request. Raises RequestRefused for ids outside the vocabulary and for
-    unsupported parameters.
+    """Returns the parsed token request `body`.
+
+    `renderer` knows the vocabulary and the run's stop tokens. Raises RequestRefused for ids outside
+    the vocabulary and for unsupported parameters.
     """
     request = checked(TokenRequest, body)
     known = renderer.tokenizer.size
@@ -37,8 +39,8 @@ def asked_in_tokens(body: Mapping[str, Any], renderer: ConversationRenderer) -> 
 
 
 def _ends(params: Mapping[str, Any], renderer: ConversationRenderer) -> Any:
-    """Returns the request's stop_token_ids if all of them end a completion of this run anyway; None
-    otherwise.
+    """Returns the request's stop_token_ids if each of them is a stop token of this run anyway, so
+    that they have no effect; None otherwise. `params`: the request's sampling parameters.
     """
     given = params.get("stop_token_ids")
     ends = {*renderer.ends, *renderer.tokenizer.stop_ids}

@@ -156,10 +156,10 @@ Shape = TypeVar("Shape", bound=BaseModel)
 
 
 def checked(shape: type[Shape], given: Any, where: str = "") -> Shape:
-    """Returns `given` validated as an object of the class `shape`. `where`: its position in the
-    request, for error messages.
+    """Returns `given`, parsed JSON of a request, validated as an object of the class `shape`.
 
-    Raises RequestRefused that names the first invalid field.
+    `where`: its position in the request, for error messages. Raises RequestRefused that names the
+    first invalid field.
     """
     try:
         return shape.model_validate(given)
@@ -171,7 +171,7 @@ def checked(shape: type[Shape], given: Any, where: str = "") -> Shape:
 
 
 def quoted(value: Any) -> str:
-    """Returns the first characters of a value's representation, for an error message."""
+    """Returns the first SHOWN characters of a value's representation, for an error message."""
     text = ascii(value)
     return text[:SHOWN] + ("..." if len(text) > SHOWN else "")
 
@@ -198,10 +198,11 @@ def unpacked(content: bytes, encoding: str, most: int) -> bytes:
 
 
 def body_of(content: bytes, charset: str | None) -> dict[str, Any]:
-    """Returns the JSON object in a request's bytes; an empty dictionary for an empty request.
+    """Parses a request's bytes as a JSON object; an empty request gives an empty dictionary.
 
-    Raises RequestRefused for invalid text or JSON, a value that is not an object, non-finite
-    numbers, invalid Unicode, or too deep nesting.
+    `charset`: the encoding that the request states; None: UTF-8. Raises RequestRefused for invalid
+    text or JSON, a value that is not an object, non-finite numbers, invalid Unicode, or too deep
+    nesting.
     """
     if not content.strip():
         return {}
@@ -242,8 +243,8 @@ def deeper(value: Any, most: int) -> bool:
 
 
 def refuse_unread(given: Mapping[str, Any], *, allowed: Mapping[str, Any] | None = None) -> None:
-    """Raises RequestRefused if a request sets a parameter that the endpoint does not support; the
-    error names the parameter.
+    """Raises RequestRefused if the request `given` sets a parameter that the endpoint does not
+    support; the error names the parameter.
 
     `allowed`: parameter -> value that is accepted nevertheless, since it has no effect.
     """

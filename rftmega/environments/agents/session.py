@@ -23,7 +23,9 @@ from rftmega.environments.agents.protocol import (
 
 
 class _Line:
-    """_Line is a conversation together with its messages in the form in which the agent sends them."""
+    """_Line is a conversation with the model, together with its chat messages as the agent sends
+    them, by which later requests are recognised as continuing it.
+    """
 
     def __init__(self, conversation: Conversation, messages: Messages):
         self.conversation, self.messages = conversation, messages
@@ -34,8 +36,8 @@ class Session:
     """Session holds the conversations between an agent and the model in one rollout.
 
     A request that repeats a conversation and adds messages extends the conversation's trajectory
-    without changing a token. Any other request begins a new trajectory. All methods run in the
-    event loop of the rollouts, except `ask_from_outside`, which the endpoint's thread calls.
+    without changing a token. Any other request begins a new trajectory. `ask_from_outside` is
+    called in the endpoint's thread, all other methods in the event loop of the rollouts.
     """
 
     def __init__(self, model: Model, renderer: ConversationRenderer):
@@ -49,11 +51,11 @@ class Session:
         self._loop = asyncio.get_running_loop()
 
     async def ask_from_outside(self, body: Mapping[str, Any], asked: Asked | Tokens) -> Any:
-        """Serves a request from the event loop of another thread. Returns Said, or a Completion for
-        a token request.
+        """Serves a request that arrives in the event loop of another thread. Returns Said for a
+        chat request, a Completion for a token request.
 
-        `body`: the object with the request's sampling parameters. Raises RequestRefused if the
-        request can't be served.
+        `body`: the object with the request's sampling parameters; `asked`: the parsed request.
+        Raises RequestRefused if the request can't be served.
         """
         work: Coroutine[Any, Any, Said | Completion] = (
             self.continued(body, asked)
@@ -64,7 +66,12 @@ class Session:
         return await asyncio.wrap_future(future)
 
     async def completion(self, body: Mapping[str, Any], asked: Asked) -> Said:
-        """Serves a request in chat messages. Raises RequestRefused if the request can't be served."""
+        """Generates the completion for a request in chat messages, and adds it to the conversation
+        that the request continues or begins.
+
+        `body` holds the sampling parameters, `asked` the messages. Raises RequestRefused if the
+        request can't be served.
+        """
         check_sampling(body, self.sampling)
         line = self._line_of(asked)
         context = line.conversation.context
@@ -81,7 +88,12 @@ class Session:
         return said
 
     async def continued(self, params: Mapping[str, Any], asked: Tokens) -> Completion:
-        """Serves a request in token ids. Raises RequestRefused if the request can't be served."""
+        """Generates the completion for a request in token ids, and adds it to the trajectory that
+        the request's token ids extend, or to a new one.
+
+        `params` holds the sampling parameters, `asked` the token ids. Raises RequestRefused if the
+        request can't be served.
+        """
         check_sampling(params, self.sampling)
         token_ids = asked.token_ids
         fitting = [each for each in self._segments if _begins(token_ids, each)]
@@ -116,8 +128,8 @@ class Session:
 
     @property
     def control_tokens(self) -> int:
-        """Returns the number of control-token names in the agent's messages, which were tokenized
-        as plain text.
+        """Returns how often the agent's messages contain the text of a control token, such as
+        <|im_end|>; these were tokenized as plain text.
         """
         lines = [each for each in self._order if isinstance(each, _Line)]
         return sum(each.conversation.control_tokens for each in lines)
@@ -131,7 +143,9 @@ class Session:
             raise RequestRefused(str(error), code="context_length_exceeded") from error
 
     def _line_of(self, asked: Asked) -> _Line:
-        """Returns the conversation that a request continues, or a new one if it continues none."""
+        """Returns the conversation that the request `asked` continues, or a new one if it continues
+        none.
+        """
         for line in sorted(self._lines, key=lambda each: -len(each.messages)):
             size = len(line.messages)
             new = asked.messages[size:]
@@ -172,6 +186,8 @@ class Session:
 
 
 def _begins(token_ids: Sequence[int], segment: GrowingTrajectory) -> bool:
-    """Returns whether `token_ids` begin with all tokens of a trajectory and add further tokens."""
+    """Returns whether `token_ids`, the context of a request, begin with all tokens of the
+    trajectory `segment` and add further tokens.
+    """
     known = segment.ids()
     return len(known) < len(token_ids) and tuple(token_ids[: len(known)]) == known

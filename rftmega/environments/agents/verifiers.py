@@ -30,7 +30,7 @@ class Worker:
     """
 
     def __init__(self, command: Sequence[str], seconds: float):
-        """Starts the process and waits until it is ready.
+        """Starts the process with `command` and waits until it is ready.
 
         Raises InfrastructureFault if the process is not ready within `seconds`. Its error output
         goes to the standard error of this process.
@@ -56,8 +56,8 @@ class Worker:
             )
 
     async def ask(self, fields: dict[str, Any]) -> dict[str, Any]:
-        """Sends a request with these fields to the process and returns the reply. Raises
-        InfrastructureFault if the process ends before it replies.
+        """Sends a request, a JSON object with these fields, to the process and returns the reply.
+        Raises InfrastructureFault if the process ends before it replies.
         """
         number = next(self._numbers)
         loop = asyncio.get_running_loop()
@@ -93,8 +93,8 @@ class Worker:
             raise self._gone()
 
     def _read(self) -> None:
-        """Passes the replies of the process to the tasks that wait for them, in a thread, until the
-        process ends. Requests that are then unanswered fail.
+        """Passes each reply of the process to the task that waits for it, until the process ends;
+        requests without a reply then fail. Runs in a thread.
         """
         assert self._process.stdout is not None
         for line in self._process.stdout:

@@ -20,7 +20,7 @@ HERE = Path(__file__).resolve().parent
 
 
 def loaded(name: str, options: dict[str, Any]) -> Any:
-    """Returns the environment of the taskset `name`, built with `options`."""
+    """Returns the verifiers environment of the taskset `name`, built with `options`."""
     from verifiers.v1.utils.loaders import load_environment, resolve_env_config
 
     taskset = {**options.get("taskset", {}), "id": name}
@@ -28,7 +28,9 @@ def loaded(name: str, options: dict[str, Any]) -> Any:
 
 
 def list_tasks(environment: Any, out: TextIO) -> None:
-    """Writes one line of JSON per task to `out`: the task's prompt, and all its data under "task"."""
+    """Writes one line of JSON per task of the environment to `out`: the task's prompt, and all its
+    data under "task".
+    """
     for task in environment.taskset:
         data = task.data.model_dump(mode="json", exclude_none=True)
         record = {"prompt": task.data.prompt_text or "(the environment asks)", "task": data}
@@ -36,8 +38,8 @@ def list_tasks(environment: Any, out: TextIO) -> None:
 
 
 async def rollout(environment: Any, asked: dict[str, Any]) -> dict[str, Any]:
-    """Runs one rollout for the request `asked`. Returns its rewards and metrics by name, or an
-    error message under "error".
+    """Runs one rollout for the request `asked`, whose fields the module's docstring lists. Returns
+    {"rewards", "metrics"}, each a dictionary by name, or {"error": message}.
     """
     from verifiers.v1.clients import ModelContext
     from verifiers.v1.configs.client import EvalClientConfig
@@ -62,8 +64,8 @@ async def rollout(environment: Any, asked: dict[str, Any]) -> dict[str, Any]:
 
 
 def told(traces: list[Any]) -> dict[str, Any]:
-    """Returns the rewards and metrics of the agents' traces by name. If there are several agents,
-    the names begin with the agent's name.
+    """Returns {"rewards": values by name, "metrics": values by name} of an episode's `traces`, one
+    for each agent. If there are several agents, the names begin with the agent's name.
     """
     rewards: dict[str, float] = {}
     metrics: dict[str, float] = {}

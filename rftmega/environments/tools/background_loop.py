@@ -25,7 +25,9 @@ class Handover:
         self._woken = False
 
     def __call__(self, function: Callable[[], Any]) -> None:
-        """Schedules a call of `function` in the loop's thread. Does nothing if the loop is closed."""
+        """Schedules a call of `function` in the thread of the event loop. Does nothing if the loop
+        is closed.
+        """
         self._given.append(function)
         if self._woken or self.loop.is_closed():
             return
@@ -97,8 +99,8 @@ class BackgroundLoop:
 
 
 def _settle(reply: asyncio.Future[Result], task: asyncio.Task[Result]) -> None:
-    """Copies the outcome of a task to the future on which the caller waits, unless the future is
-    done.
+    """Copies the result or exception of a finished task to the future `reply`, on which the caller
+    waits, unless that is done.
     """
     if task.cancelled():
         reply.cancel()

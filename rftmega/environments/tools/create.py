@@ -32,7 +32,7 @@ class ToolOptions(Protocol):
 
 
 def toolsets_of(options: ToolOptions) -> list[Toolset]:
-    """Returns the toolsets that the options select; none of the toolsets is opened.
+    """Creates the toolsets that the options select, without opening them.
 
     Raises ConfigError for invalid options, if no tool is selected, and if two tools have the same
     name. The names of MCP tools can only be checked after their servers are opened.

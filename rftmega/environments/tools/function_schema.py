@@ -68,8 +68,8 @@ class FunctionSchema:
         return schema
 
     def read(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        """Returns the arguments converted to the types in the function's annotations; 3.0 becomes 3
-        for an int.
+        """Converts a call's arguments to the types in the function's annotations: 3.0 becomes 3 for
+        an int.
 
         Raises ToolError if the arguments are invalid.
         """
@@ -85,7 +85,7 @@ class FunctionSchema:
 
 
 def description_told(docstring: Docstring) -> str:
-    """Returns the first paragraph of a docstring as one line."""
+    """Returns the tool's description: the first paragraph of the function's docstring as one line."""
     told = docstring.short_description or ""
     if not docstring.blank_after_short_description and docstring.long_description:
         told += " " + docstring.long_description.split("\n\n")[0]
@@ -94,7 +94,8 @@ def description_told(docstring: Docstring) -> str:
 
 def _adapter(name: str, fields: dict[str, Any]) -> TypeAdapter[Any]:
     """Returns a validator of the arguments of the function `name`, which rejects unknown arguments.
-    `fields`: annotation of each argument.
+
+    `fields`: argument name -> annotation.
     """
     typed_dict: Any = TypedDict  # a type checker wants it with a name that is written out
     arguments = typed_dict(name, fields)
@@ -106,7 +107,10 @@ def _adapter(name: str, fields: dict[str, Any]) -> TypeAdapter[Any]:
 
 
 def _field(parameter: inspect.Parameter, hints: dict[str, Any], told: str, name: str) -> Any:
-    """Returns the annotation of an argument with its description `told`, which is taken from the
+    """Returns the type annotation of an argument of the function `name`, together with its
+    description, for pydantic.
+
+    `hints`: the function's type hints by argument; `told`: the argument's description in the
     docstring. Raises ConfigError if the argument has no annotation, or can't be passed by name.
     """
     if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
@@ -131,8 +135,9 @@ def _unfit(name: str, what: str, error: Exception) -> ConfigError:
 
 
 def _without_titles(schema: Any, *, names: bool = False) -> Any:
-    """Returns a JSON schema without the titles that pydantic adds. `names`: the keys of `schema`
-    are names of arguments, so that a key "title" is kept.
+    """Returns a JSON schema without the titles that pydantic adds.
+
+    `names`: whether the keys of `schema` are names of arguments, so that a key "title" is kept.
     """
     if isinstance(schema, list):
         return [_without_titles(each) for each in schema]

@@ -91,8 +91,8 @@ class HTTPSession(PlainSession):
         )
 
     async def _posted(self, name: str, content: bytes) -> tuple[int, str]:
-        """Returns (status, body) of the response to a POST request. The body is truncated to
-        LARGEST_REPLY bytes.
+        """Sends `content` to the tool `name` in a POST request. Returns (status, body) of the
+        response; the body is truncated to LARGEST_REPLY bytes.
         """
         reply = bytearray()
         post = self._client.stream(

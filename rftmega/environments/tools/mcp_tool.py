@@ -99,8 +99,8 @@ class MCPTools:
         return connection
 
     def _chosen(self, listed: list[Any]) -> list[ToolSpec]:
-        """Returns the specs of the tools that the options name, or of all tools in `listed` if they
-        name none. Raises ConfigError if a named tool is missing.
+        """Returns the specs of the tools that the options select from `listed`, the server's tools:
+        all of them if the options name none. Raises ConfigError if a named tool is missing.
         """
         known = [tool.name for tool in listed]
         wanted = {*self.options.tools, *self.options.idempotent}
@@ -132,7 +132,7 @@ class MCPSession(PlainSession):
     """
 
     def __init__(self, tools: MCPTools):
-        """Opens no connection yet."""
+        """Creates a session of the toolset `tools`, without a connection: `ready` opens it."""
         self._tools = tools
         self._held: Connection | None = None
 
@@ -164,12 +164,12 @@ class MCPSession(PlainSession):
 
 
 class Connection:
-    """Connection opens and closes an MCP client in one task, since the task that opened a client
-    must close it.
+    """Connection keeps an MCP client open in its own task, since the task that opened a client must
+    also close it.
     """
 
     def __init__(self, tools: MCPTools):
-        """Starts a task that connects to the server."""
+        """Starts a task that connects to the server of the toolset `tools`."""
         self._tools, self.option = tools, tools.option
         self._closing = asyncio.Event()
         self._client: asyncio.Future[Client] = asyncio.get_running_loop().create_future()
@@ -247,7 +247,7 @@ class Connection:
 
     async def _keep(self) -> None:
         """Connects to the server, and keeps the connection open until `close` is called or the
-        server ends.
+        server ends. Runs as the connection's task.
         """
         try:
             async with opened(self._tools) as client:
@@ -268,7 +268,7 @@ class Connection:
 
 @asynccontextmanager
 async def opened(tools: MCPTools) -> "AsyncIterator[Client]":
-    """Opens an MCP client of a server, over the server's standard streams or HTTP."""
+    """Opens an MCP client of the toolset's server, over the server's standard streams or HTTP."""
     from mcp import Client, StdioServerParameters, stdio_client
     from mcp.client.streamable_http import streamable_http_client
 
@@ -292,8 +292,8 @@ def _http_client(headers: dict[str, str]) -> Any:
 
 
 def _text(block: Any) -> str:
-    """Returns the text of a content block of a result; the block's type in brackets if it has no
-    text.
+    """Returns the text of `block`, a content block of a tool's result; the block's type in brackets
+    if it has no text.
     """
     if block.type == "text":
         return str(block.text)

@@ -69,7 +69,9 @@ class FunctionSession(PlainSession):
         schemas: Mapping[str, FunctionSchema],
         loop: BackgroundLoop,
     ):
-        """`loop`: the event loop in which coroutines run."""
+        """`functions`, `schemas`: the functions and their specs, by the tool's name. `loop`: the
+        event loop in which coroutines run.
+        """
         self._functions, self._schemas, self._loop = functions, schemas, loop
 
     async def call(self, name: str, arguments: dict[str, Any]) -> str:
@@ -125,8 +127,9 @@ class ObjectSession:
         loop: BackgroundLoop,
         task: Prompt | None,
     ):
-        """`made`: the class, instantiated on first use. `loop`: the event loop in which coroutines
-        run.
+        """`made`: the user's class, instantiated on first use. `schemas`: its methods' specs by
+        name. `loop`: the event loop in which coroutines run. `task`: passed to the instance's
+        method `begin`, if it has one.
         """
         self._class, self._schemas, self._loop, self._task = made, schemas, loop, task
         self._object: Any = None
@@ -195,10 +198,11 @@ async def reply_of(
     arguments: dict[str, Any],
     loop: BackgroundLoop,
 ) -> str:
-    """Calls a function with validated arguments and returns its result as text: a string unchanged,
-    any other value as JSON.
+    """Calls a function with the arguments of a tool call and returns its result as text: a string
+    unchanged, any other value as JSON.
 
-    Raises ToolError for any exception of the function except InfrastructureFault.
+    `schema` validates the arguments; `loop`: the event loop in which coroutines run. Raises
+    ToolError for invalid arguments and any exception of the function except InfrastructureFault.
     """
     try:
         given = schema.read(arguments)
@@ -222,9 +226,11 @@ async def _result(
     loop: BackgroundLoop,
     told: Callable[[Any], Any] = lambda value: value,
 ) -> Any:
-    """Calls a function in a thread and returns `told`(its result). A returned coroutine is awaited
-    in `loop`. All user code runs in the thread or in `loop`, including the conversion of its
-    objects to text by `told`.
+    """Calls a function in a thread and returns its result, converted by `told`. A returned
+    coroutine is awaited in `loop`.
+
+    All user code runs in the thread or in `loop`, including the conversion by `told` of the user's
+    objects to text.
     """
     if inspect.iscoroutinefunction(function):  # the call itself runs no user code
         return await loop.run(_contained(function(), told))
@@ -238,8 +244,8 @@ async def _result(
 
 
 async def _contained(work: Awaitable[Any], told: Callable[[Any], Any]) -> Any:
-    """Awaits `work` and returns `told`(its result). Raises RuntimeError instead of SystemExit and
-    KeyboardInterrupt, which would end the event loop.
+    """Awaits `work` and returns its result, converted by `told`. Raises RuntimeError instead of
+    SystemExit and KeyboardInterrupt, which would end the event loop.
     """
     try:
         return told(await work)

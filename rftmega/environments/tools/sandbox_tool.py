@@ -37,7 +37,7 @@ class SandboxTools:
     stateful = True
 
     def __init__(self, options: SandboxTool):
-        """Starts no interpreter yet."""
+        """Describes the tool `python` according to the options; starts no interpreter yet."""
         self.options = options
         self.names = [NAME]
         self.namespaces: bool | None = None  # whether they are available here; None: not tried yet
@@ -71,7 +71,9 @@ class SandboxTools:
         """Does nothing, since each session ends its own interpreter."""
 
     def learn(self, lacks: dict[str, bool]) -> None:
-        """Stores whether this machine supports namespaces, and logs a warning once if it does not.
+        """Stores whether this machine supports Linux namespaces, as the first sandbox found, and
+        logs a warning if it does not.
+
         `lacks`: for each sandbox feature, whether this machine lacks it.
         """
         if self.namespaces is None and lacks["namespaces"]:
@@ -83,7 +85,9 @@ class SandboxTools:
         self.namespaces = not lacks["namespaces"]
 
     def job(self) -> dict[str, Any]:
-        """Returns the limits and settings that are sent to a new sandbox."""
+        """Returns the time and memory limits, and whether to use namespaces, which are sent to a
+        new sandbox.
+        """
         return {
             "seconds": self.options.processor_seconds,
             "call_seconds": self.options.seconds,
@@ -96,7 +100,7 @@ class SandboxSession(PlainSession):
     """SandboxSession runs the Python interpreter of one rollout."""
 
     def __init__(self, tools: SandboxTools):
-        """Starts no interpreter yet."""
+        """Creates a session of the toolset `tools`, without an interpreter: `ready` starts it."""
         self._tools = tools
         self._process: asyncio.subprocess.Process | None = None
         self._ending: asyncio.Task[None] | None = None
@@ -180,8 +184,8 @@ class SandboxSession(PlainSession):
         return await self._said(process, header + code)
 
     async def _said(self, process: asyncio.subprocess.Process, asked: bytes) -> dict[str, Any]:
-        """Sends `asked` to the sandbox and returns the sandbox's next line. Raises
-        InfrastructureFault if the sandbox failed.
+        """Sends the bytes `asked` to the sandbox and returns its reply, one line of JSON, as a
+        dictionary. Raises InfrastructureFault if the sandbox failed.
         """
         assert process.stdin is not None and process.stdout is not None
         with contextlib.suppress(ConnectionError):  # it has ended; its output is still readable

@@ -59,7 +59,7 @@ class ToolSpec:
         return {"type": "function", "function": told}
 
     def check(self, arguments: Any) -> dict[str, Any]:
-        """Returns the arguments of a call after validating them. Raises ToolError, which names the
+        """Validates the arguments of a call and returns them. Raises ToolError, which names the
         mismatch, if the arguments do not match the schema.
         """
         try:
@@ -91,7 +91,8 @@ class ToolSession(Protocol):
         """
 
     async def call(self, name: str, arguments: dict[str, Any]) -> str:
-        """Runs a call of the tool `name` and returns the reply. `ready` must be called before.
+        """Runs a call of the tool `name` and returns the reply as text. `ready` must be called
+        before.
 
         Raises ToolError if the model's request is at fault, InfrastructureFault for any other
         failure. The call is cancelled when it exceeds its time limit.
@@ -138,7 +139,7 @@ class Toolset(Protocol):
         """
 
     def session(self, task: Prompt | None = None) -> ToolSession:
-        """Returns a session for the rollout of a task; starts no server or process yet."""
+        """Creates the session for the rollout of a task; starts no server or process yet."""
 
     async def close(self) -> None:
         """Ends all servers, processes and connections that `open` and sessions started."""

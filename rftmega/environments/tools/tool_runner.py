@@ -27,15 +27,19 @@ class ToolReply(NamedTuple):
 
 
 class OfferedTool(NamedTuple):
-    """OfferedTool is a tool's spec with the index of the toolset that the tool belongs to."""
+    """OfferedTool is a tool that the model may call: its spec, and the index of the toolset that
+    the tool belongs to.
+    """
 
     spec: ToolSpec
     toolset: int
 
 
 class ToolRunner:
-    """ToolRunner runs the tool calls of one rollout and counts them in `measures`. Used as a
-    context manager, it closes the sessions at the end.
+    """ToolRunner runs the tool calls of one rollout, and counts calls, errors, retries and seconds
+    in `measures`.
+
+    Used as a context manager, it closes the sessions at the end.
     """
 
     def __init__(
@@ -47,9 +51,11 @@ class ToolRunner:
         run: Run | None = None,
         stateful: Sequence[bool] = (),
     ):
-        """`sessions`: one session of each toolset. `run` executes a coroutine in the event loop of
-        the sessions; None: in the caller's. `stateful`: for each session, whether its calls must
-        run one at a time.
+        """`sessions`: one session of each toolset; `tools`: the tools by name; `limits`: time and
+        size limits.
+
+        `run` executes a coroutine in the event loop of the sessions; None: in the caller's.
+        `stateful`: for each session, whether its calls must run one at a time.
         """
         self._sessions, self._tools, self._limits = sessions, tools, limits
         self._run: Run = run or _here
@@ -76,11 +82,11 @@ class ToolRunner:
         await self.close()
 
     async def call(self, name: str, arguments: Any) -> ToolReply:
-        """Runs a call and returns the tool's reply, or the error that the model is at fault for.
-        `arguments`: the parsed JSON of the call.
+        """Runs a call of the tool `name` and returns its reply, or an error message if the model is
+        at fault.
 
-        Raises InfrastructureFault if the last permitted attempt failed through no fault of the
-        model.
+        `arguments`: the parsed JSON of the call. Raises InfrastructureFault if the last permitted
+        attempt failed through no fault of the model.
         """
         self.measures["tool_calls"] += 1
         began, failed = time.monotonic(), False
@@ -128,8 +134,8 @@ class ToolRunner:
             await self._run(_close_all(ended))
 
     def _with_own(self, method: str) -> list[ToolSession]:
-        """Returns the sessions whose class overrides a method of PlainSession. Other sessions need
-        no call, which would switch to another thread every turn.
+        """Returns the sessions whose class overrides the method of PlainSession called `method`.
+        Other sessions need no call, which would switch to another thread every turn.
         """
         plain = getattr(PlainSession, method)
         return [each for each in self._sessions if getattr(type(each), method) is not plain]
@@ -146,8 +152,8 @@ class ToolRunner:
         return self._tools[name]
 
     async def _attempts(self, tool: OfferedTool, arguments: dict[str, Any]) -> str:
-        """Runs a call and returns the reply. Retries an idempotent call after an
-        InfrastructureFault.
+        """Runs a call and returns the tool's reply as text. Repeats an idempotent call after an
+        InfrastructureFault, up to the limit `retries`.
         """
         retries = self._limits.retries if tool.spec.idempotent else 0
         for attempt in range(retries + 1):
@@ -187,11 +193,12 @@ class ToolRunner:
 class OpenTools:
     """OpenTools holds all toolsets of a process and creates a ToolRunner for each rollout.
 
-    Toolsets run in the event loop of a separate thread, so that the caller's event loop may pause.
+    Its event loop runs in a separate thread, so that tools continue to work while the caller's
+    event loop does not run.
     """
 
     def __init__(self, toolsets: Sequence[Toolset], limits: ToolLimits):
-        """Opens no toolset yet."""
+        """Stores the toolsets and the limits of their calls; opens no toolset yet."""
         self._toolsets, self._limits = toolsets, limits
         self._background = BackgroundLoop()
         self._tools: dict[str, OfferedTool] | None = None
@@ -228,9 +235,10 @@ class OpenTools:
 
 
 def offered(specs: Sequence[Sequence[ToolSpec]]) -> dict[str, OfferedTool]:
-    """Returns the tools of all toolsets by name. `specs`: the specs of each toolset's tools.
+    """Returns the tools of all toolsets by name.
 
-    Raises ConfigError if two tools have the same name.
+    `specs`: for each toolset, the specs of its tools. Raises ConfigError if two tools have the same
+    name.
     """
     found: dict[str, OfferedTool] = {}
     for place, tools in enumerate(specs):
@@ -244,8 +252,10 @@ def offered(specs: Sequence[Sequence[ToolSpec]]) -> dict[str, OfferedTool]:
 
 
 def shortened(text: str, most: int) -> str:
-    """Returns a text whose middle is replaced by a note if it has more than `most` characters;
-    `most` characters remain besides the note. Replaces invalid Unicode.
+    """Returns a text of at most `most` characters unchanged; of a longer one, its first and last
+    characters, `most` in total, with a note between them.
+
+    Replaces invalid Unicode.
     """
     text = text.encode(errors="replace").decode()
     if len(text) <= most:

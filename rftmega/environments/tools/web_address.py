@@ -28,11 +28,11 @@ def checked_address(url: str, option: str) -> str:
 
 
 def bearer(key_env: str, option: str) -> dict[str, str]:
-    """Returns the authorization header with the key in the environment variable `key_env`; an empty
-    dictionary if `key_env` is "".
+    """Returns the HTTP authorization header with the key in the environment variable `key_env`; an
+    empty dictionary if `key_env` is "".
 
-    Raises ConfigError, which does not show the key, if the variable is empty or contains characters
-    that are invalid in a header.
+    `option`: the option that names the variable, for error messages. Raises ConfigError, which does
+    not show the key, if the variable is empty or contains characters that are invalid in a header.
     """
     if not key_env:
         return {}

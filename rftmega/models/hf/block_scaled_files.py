@@ -97,8 +97,8 @@ class BlockScaledFolder(HFFolder):
         return ScaledSlice(stored, scales, tuple(shape), self._layout)
 
     def fill(self, targets: Sequence[Tensor], name: str, shape: tuple[int, ...]) -> str:
-        """Reads a tensor as HFFolder does, dequantised; the returned checksum is of the dequantised
-        weight, not of the bytes in the file.
+        """Reads tensor `name` into `targets` as HFFolder.fill does, dequantised; the returned
+        checksum is of the dequantised weight, not of the bytes in the file.
         """
         if not self._is_scaled(name):
             return super().fill(targets, name, shape)

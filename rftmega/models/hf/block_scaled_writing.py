@@ -13,8 +13,8 @@ from rftmega.models.kernels.block_scaled import NUMBERS, quantise
 
 
 class Quantising:
-    """Quantising replaces selected weights of a tensor stream by two tensors each: FP8 numbers and
-    scales.
+    """Quantising replaces selected weights in a stream of (name, tensor) by two tensors each: FP8
+    numbers and scales.
     """
 
     def __init__(self, layout: BlockScales, names: Set[str]):

@@ -34,8 +34,8 @@ def known_sums(folder: Path) -> dict[str, str]:
 
 
 def files_of(folder: Path) -> list[Path]:
-    """Lists the files of a folder that have checksums: all but hidden files and those that describe
-    the weights.
+    """Lists the files of a folder that have checksums: all but hidden files and files that describe
+    the weights, such as checksums.json.
     """
     odd = (*OF_WEIGHTS, draft_of(folder / CHECKSUMS).name)
     return sorted(

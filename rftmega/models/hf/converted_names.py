@@ -35,8 +35,8 @@ class ConvertedNames:
         self._prefix = model.base_model_prefix
 
     def place_of(self, name: str, shape: tuple[int, ...]) -> Tensor | None:
-        """Returns the view of a model parameter that corresponds to the folder's tensor `name`;
-        None if there is none of this shape.
+        """Returns the view of a model parameter that corresponds to the folder's tensor `name` of
+        shape `shape`; None if no parameter has such a view.
         """
         target, pattern = rename_source_key(
             name, self._renamings, self._converters, self._prefix, self._state

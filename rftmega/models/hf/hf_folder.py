@@ -118,7 +118,9 @@ class HFFolder:
     def slice_of(self, name: str, shape: tuple[int, ...]) -> Any:
         """Returns a lazy slice of tensor `name`: indexing the slice reads only the selected
         elements.
-        Raises CheckpointError if the tensor is missing or has another shape.
+
+        `shape`: the shape that the tensor must have. Raises CheckpointError if the tensor is
+        missing or has another shape.
         """
         file = self._holder(name)
         self.dtype_of(name)
@@ -127,8 +129,9 @@ class HFFolder:
         return found
 
     def whole(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """Returns tensor `name`, read into newly allocated memory: a mapped file would stay
-        resident.
+        """Returns tensor `name`, which must have shape `shape`, read into newly allocated memory: a
+        mapped file would stay resident.
+
         Raises CheckpointError as `slice_of` does.
         """
         tensor = torch.empty(shape, dtype=self.dtype_of(name))
@@ -136,8 +139,9 @@ class HFFolder:
         return tensor
 
     def fill(self, targets: Sequence[Tensor], name: str, shape: tuple[int, ...]) -> str:
-        """Reads tensor `name` into `targets`, contiguous tensors of its consecutive rows, and
-        returns the checksum of the whole tensor.
+        """Reads tensor `name`, which must have shape `shape`, into `targets`, contiguous tensors of
+        its consecutive rows, and returns the checksum of the whole tensor.
+
         Raises CheckpointError as `slice_of` does.
         """
         file, said = self._holder(name), self._said(name)
@@ -275,7 +279,7 @@ def draft_of(path: Path) -> Path:
 
 
 def land(path: Path) -> None:
-    """Flushes the draft of `path` to disk and renames it to `path`."""
+    """Flushes the draft of `path` (see `draft_of`) to disk and renames it to `path`."""
     with draft_of(path).open("rb") as stream:
         os.fsync(stream.fileno())
     draft_of(path).rename(path)
@@ -371,8 +375,9 @@ def write_index(folder: Path, shards: dict[str, list[PlannedTensor]]) -> None:
 
 
 def copy_companions(source: Path, target: Path, *, quantised: bool = False) -> str | None:
-    """Copies config, tokenizer and generation files: everything but weights and files that describe
-    them.
+    """Copies a model's config, tokenizer and generation files from folder `source` to `target`: all
+    files but weights and files that describe weights.
+
     `quantised`: the weights are written quantised, as config.json says. Returns the changes to
     config.json as text, or None if there are none: layers that are not written are no longer
     counted, and a quantisation that does not apply to the written weights is removed.

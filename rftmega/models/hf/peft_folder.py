@@ -46,7 +46,8 @@ WRITTEN: dict[str, Any] = {  # further options of adapters, which PEFT writes as
 
 def beginning(seed: int) -> Whole:
     """Returns a function that creates the initial LoRA matrices by name and shape; B is zero, A is
-    drawn from PEFT's distribution, seeded by its name.
+    drawn from PEFT's distribution, with a random seed derived from `seed` and the matrix's name.
+
     For an embedding A is zero, and B is drawn. So new adapters don't change the model's output.
     """
 
@@ -63,8 +64,8 @@ def beginning(seed: int) -> Whole:
 
 
 class LookedAt(NamedTuple):
-    """LookedAt holds the names of a folder's tensors that a process has read, and of copies of
-    frozen weights that differ from the model's weights.
+    """LookedAt holds two sets of tensor names of a PEFT folder: those that a process has read, and
+    those of PEFT's copies of frozen weights that differ from the model's weights.
     """
 
     read: set[str]
@@ -75,7 +76,8 @@ class PEFTFolder:
     """PEFTFolder reads the LoRA adapters in one PEFT folder."""
 
     def __init__(self, folder: str | Path, *, option: str = ""):
-        """Opens a folder; `option` is the config option that names it, for messages.
+        """Opens the PEFT folder `folder`; `option` is the config option that names it, for
+        messages.
 
         Raises CheckpointError for adapters other than supported LoRA adapters.
         """
@@ -150,7 +152,9 @@ class PEFTFolder:
         ]
 
     def pair(self, module: str, rows: int, columns: int) -> tuple[Tensor, Tensor]:
-        """Reads (A [rank, columns], B [rows, rank]) of a module, whose weight is [rows, columns].
+        """Reads the LoRA matrices (A [rank, columns], B [rows, rank]) of the module named `module`,
+        whose weight is [`rows`, `columns`].
+
         For an embedding PEFT stores the pair transposed and in the opposite order, since its A is
         the matrix that is looked up. Raises CheckpointError if a matrix is missing or has another
         shape.
@@ -172,7 +176,8 @@ class PEFTFolder:
 
     def compare(self, weight: str, shape: tuple[int, ...], held: Callable[[Tensor], bool]) -> None:
         """Records whether PEFT's copy of a frozen weight, if the folder has one, differs from the
-        model's weight.
+        model's weight named `weight`, which has shape `shape`.
+
         `held` gets the copy and returns whether it equals the part of the weight on this process.
         """
         name = PREFIX + weight.removesuffix(WEIGHT) + COPY
@@ -183,7 +188,9 @@ class PEFTFolder:
 
     @property
     def looked_at(self) -> LookedAt:
-        """Returns the tensor names that this process has read and found changed, for `refuse_rest`."""
+        """Returns the names of the tensors that this process has read, and of those that differ
+        from the model's weights, for `refuse_rest`.
+        """
         return LookedAt(self._read, self._changed)
 
     def refuse_copies(self, everyones: Sequence[LookedAt]) -> None:
@@ -219,8 +226,9 @@ def _told(value: float | bool) -> str:
 
 
 def names_of_pairs(names: Iterable[str]) -> set[str]:
-    """Returns those of `names` whose module also has the first matrix (A) of its LoRA pair among
-    `names`.
+    """Returns the tensor names in `names` that belong to a complete LoRA pair: the module's first
+    matrix (A) is also among `names`.
+
     A second matrix (B) without an A belongs to a tensor without an adapter, and is zero.
     """
     known = set(names)
@@ -228,8 +236,8 @@ def names_of_pairs(names: Iterable[str]) -> set[str]:
 
 
 def trained_whole(names: Iterable[str]) -> list[str]:
-    """Returns the names that are no LoRA matrix: tensors of a value head, which are trained in
-    full.
+    """Returns the tensor names in `names` that are no LoRA matrix: tensors of a value head, which
+    are trained in full.
     """
     return [name for name in names if not name.endswith((*DOWNS, *UPS))]
 

@@ -59,7 +59,7 @@ class UnstackedFolder(HFFolder):
     """
 
     def __init__(self, folder: str | Path, stacks: Sequence[Stack]):
-        """Opens the folder.
+        """Opens the folder; `stacks` describes the stacked tensors that it may contain.
 
         Raises CheckpointError if a stacked tensor has an unexpected shape, or if a matrix is also
         stored as a separate tensor.
@@ -112,7 +112,9 @@ class UnstackedFolder(HFFolder):
         return checksum(matrix)
 
     def _expert(self, place: Place) -> Tensor:
-        """Reads all matrices of one expert in a stacked tensor; they are contiguous in the file."""
+        """Reads all matrices of the expert of `place` in its stacked tensor; they are contiguous in
+        the file.
+        """
         name = place.stack.name
         file, said = self._holder(name), self._said(name)
         start, _ = self._header(file)
@@ -136,7 +138,9 @@ def _check(place: Place, name: str, shape: tuple[int, ...]) -> None:
 
 
 class Stacking:
-    """Stacking merges the matrices of experts in a tensor stream into a folder's stacked tensors."""
+    """Stacking merges the experts' matrices in a stream of (name, tensor) into the stacked tensors
+    in which the folder stores all experts of a layer.
+    """
 
     def __init__(self, stacks: Sequence[Stack]):
         self._places = {
@@ -190,7 +194,9 @@ class _Missing:
         self._left: dict[str, int] = {}
 
     def is_last(self, place: Place) -> bool:
-        """Counts a matrix as arrived, and returns whether it is the last one of its stacked tensor."""
+        """Counts the matrix at `place` as arrived, and returns whether it is the last one of its
+        stacked tensor.
+        """
         stack = place.stack
         left = self._left.get(stack.name, len(stack.matrices) * len(stack.matrices[0])) - 1
         self._left[stack.name] = left

@@ -35,7 +35,7 @@ def quantise(
 
 def dequantised(numbers_RC: Tensor, scales: Tensor, high: int, wide: int) -> Tensor:
     """Returns the weight [R, C] in float32: each number times the scale of its block of `high` rows
-    and `wide` columns.
+    and `wide` columns; `scales` [blocks down, blocks across].
     """
     rows, columns = numbers_RC.shape
     spread = scales.repeat_interleave(high, 0)[:rows].repeat_interleave(wide, 1)[:, :columns]

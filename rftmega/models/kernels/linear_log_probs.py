@@ -47,11 +47,13 @@ def linear_stats(
 ) -> tuple[Tensor, Tensor]:
     """Returns (log-prob of each target, entropy), both [N] float32, of softmax((hidden @ weight.T +
     bias) / temperature); differentiable.
-    `bias` [V] is that of this rank's columns. `pair`: LoRA tensors (inner [N, r], up [V, r]); inner
-    @ up.T is added to hidden @ weight.T. `temperature` is one for all tokens or [N]. Padding
-    columns are excluded from the softmax and get zero gradient. The gradients of `hidden` and inner
-    are this rank's contributions: the caller sums them over the tensor-parallel ranks (Megatron's
-    mappings do it).
+
+    `shard`: the range of the vocabulary in this rank's rows of `weight`. `bias` [V] is that of this
+    rank's columns. `pair`: LoRA tensors (inner [N, r], up [V, r]); inner @ up.T is added to hidden
+    @ weight.T. `temperature` is one for all tokens or [N]. `chunk`: number of tokens whose logits
+    are computed at once. Padding columns are excluded from the softmax and get zero gradient. The
+    gradients of `hidden` and inner are this rank's contributions: the caller sums them over the
+    tensor-parallel ranks (Megatron's mappings do it).
     """
     if not isinstance(temperature, Tensor):
         temperature = hidden_NH.new_full((), temperature, dtype=torch.float32)
@@ -187,10 +189,12 @@ def _local_sums(
     shard: VocabularyShard,
     chunk: int,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Returns, over this rank's columns x, the largest logit m [N]; [3, N]: sum of exp(x - m), sum
-    of exp(x - m) (x - m), the target's logit or 0; and x - m of the last chunk [c, V], or None.
-    The last chunk's logits take no more memory than any chunk, and the backward pass need not
-    recompute them.
+    """Returns, over this rank's columns x of the logits: the largest logit m [N]; [3, N]: sum of
+    exp(x - m), sum of exp(x - m) (x - m), the target's logit or 0; and x - m of the last chunk [c,
+    V], or None.
+
+    `chunk`: number of tokens whose logits are computed at once. The last chunk's logits take no
+    more memory than any chunk, and the backward pass need not recompute them.
     """
     last = None
     hidden = logits.hidden
@@ -207,8 +211,8 @@ def _local_sums(
 
 
 class _Pulled(NamedTuple):
-    """_Pulled holds the gradients of the loss and the entropy for each token of a chunk, all [c]
-    float32.
+    """_Pulled holds, for each token of a chunk, the gradients of the loss with respect to the
+    token's log-prob and entropy, and the entropy itself, all [c] float32.
     """
 
     pull: Tensor  # gradient of its log-prob, by temperature
@@ -242,10 +246,13 @@ def _gradient(
     pulled: _Pulled,
     real: int,
 ) -> tuple[Tensor, Tensor]:
-    """Returns the gradient of the logits [c, V] without the term of the target's one-hot, 0 on
-    padding columns, and its value at `column`, unrounded [c, 1].
-    `known`: the logits, if they need not be recomputed; they are modified. `normaliser` [c] is
-    subtracted from the logits.
+    """Returns the gradient of the loss with respect to the logits [c, V], without the term of the
+    target's one-hot and 0 on padding columns (from column `real` on), and its value at `column`,
+    unrounded [c, 1].
+
+    `given` computes the chunk's logits. `known`: the logits, if they need not be recomputed; they
+    are modified. `normaliser` [c] is subtracted from the logits. `pulled`: gradients with respect
+    to the log-probs and entropies.
     """
     if known is None:
         known = given.made(temperature)
@@ -276,8 +283,8 @@ def _add_product(total: Tensor, one: Tensor, other: Tensor) -> None:
 
 
 def _fused(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a function of a chunk compiled to few kernels, or unchanged if the device has no
-    compiler.
+    """Returns `function`, which computes one chunk of tokens, compiled to few kernels, or unchanged
+    if the device has no compiler.
     """
     return _compiled(function, device.current())
 

@@ -1,8 +1,9 @@
-"""Causal attention of queries in the middle of a row, with kernels that never materialise the
-scores.
-Such kernels support a square with a causal mask or a rectangle without a mask. A chunk of a row
-needs both: the rectangle for all earlier keys, the square for its own. Each returns its output and
-the logarithm of its softmax denominator, from which the joint result is computed.
+"""Causal attention of a chunk of queries in the middle of a sequence, with kernels that never
+materialise the scores.
+
+Such kernels support a square with a causal mask or a rectangle without a mask. A chunk needs both:
+the rectangle for all earlier keys, the square for its own. Each returns its output and the
+logarithm of its softmax denominator, from which the joint result is computed.
 """
 
 from typing import Any
@@ -27,9 +28,12 @@ def has_kernel(query: Tensor) -> bool:
 def attend_to_prefix(
     query: Tensor, key: Tensor, value: Tensor, scale: float | None = None
 ) -> Tensor:
-    """Computes attention of queries [b, heads, q, d] over keys and values [b, groups, k, d], q < k,
-    and returns [b, heads, q, d of values].
-    The last query attends to all keys, the one before to all but the last key, and so on.
+    """Computes causal attention of a chunk's queries [b, heads, q, d] over keys and values [b,
+    groups, k, d] of the chunk and of the tokens before it, q < k, and returns [b, heads, q, d of
+    values].
+
+    The last query attends to all keys, the one before to all but the last key, and so on. `scale`:
+    factor of the scores, by default d^-0.5.
     """
     width = value.shape[-1]
     scale = query.shape[-1] ** -0.5 if scale is None else scale
@@ -41,8 +45,10 @@ def attend_to_prefix(
 
 
 class _Joined(torch.autograd.Function):
-    """_Joined computes attention over earlier and own keys: the output of each half is weighted by
-    its share of the softmax denominator.
+    """_Joined computes the causal attention of a chunk's queries in two halves, over the keys
+    before the chunk (no mask) and over the chunk's own keys (causal mask); the output of each half
+    is weighted by its share of the softmax denominator.
+
     In the backward pass a kernel that gets the joint output and denominator computes the gradients
     of its half.
     """
@@ -123,8 +129,9 @@ def _wide(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
 def _forward(
     query: Tensor, key: Tensor, value: Tensor, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, tuple[Any, ...]]:
-    """Returns (output, logarithms of the softmax denominators [b, heads, q], further inputs of the
-    backward pass).
+    """Runs the attention kernel, with a causal mask if `causal`, otherwise without a mask; returns
+    (output, logarithms of the softmax denominators [b, heads, q], further inputs of the backward
+    pass).
     """
     if query.device.type == "cuda":
         out, denominator, *seeds, _ = aten._scaled_dot_product_flash_attention(

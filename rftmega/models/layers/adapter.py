@@ -47,7 +47,8 @@ class LowRankAdapter(nn.Module):
 
         `weight` [out, in] is this process's part of the layer's weight. `members` [out, pairs] has
         a 1 where a row belongs to a LoRA pair: q, k and v have one pair each, although they are
-        rows of one weight. `group`: the processes that share the layer.
+        rows of one weight. `of_expert`: the layer belongs to an MoE expert. `group`: the
+        tensor-parallel processes over which the layer is split.
         """
         super().__init__()
         out, into = weight.shape
@@ -75,8 +76,9 @@ class LowRankAdapter(nn.Module):
         return self.scaling * F.linear(inner, self.by_pair())
 
     def _of_all_tokens(self, given: Tensor) -> Tensor:
-        """Returns this process's partial sum (row-parallel) or its output rows (column-parallel) of
-        an expert's adapter.
+        """Returns, for an expert's tokens `given` [n, in], this process's partial sum
+        (row-parallel) or its output rows (column-parallel) of the expert's adapter.
+
         The dispatcher exchanges tokens and sums outputs in both directions. Only the gradient of
         the matrix that every process holds in full must be summed here.
         """
@@ -101,8 +103,8 @@ class LowRankAdapter(nn.Module):
         return (self.members[:, :, None] * self.b[:, None]).flatten(1)
 
     def _for_shards(self, inner: Tensor) -> Tensor:
-        """Returns the values `inner` of all tokens; their gradient is summed over the ranks that
-        hold shards of `b`.
+        """Returns the products `inner` = a x of all tokens, gathered under sequence parallelism;
+        their gradient is summed over the ranks that hold shards of `b`.
         """
         if self.sequence_parallel:
             return gather_from_sequence_parallel_region(
@@ -111,8 +113,8 @@ class LowRankAdapter(nn.Module):
         return copy_to_tensor_model_parallel_region(inner, group=self.group)
 
     def _summed(self, inner: Tensor) -> Tensor:
-        """Returns `inner` summed over the ranks that hold shards of `a`; this sends only `rank`
-        values per token.
+        """Returns the products `inner` = a x, of which each rank has a partial sum, summed over the
+        ranks that hold shards of `a`; this sends only `rank` values per token.
         """
         if self.sequence_parallel:
             return reduce_scatter_to_sequence_parallel_region(inner, group=self.group)
@@ -131,8 +133,8 @@ class LowRankAdapter(nn.Module):
 
 
 def _mark(parameter: Any, split: int | None, sequence_parallel: bool) -> None:
-    """Sets Megatron's attributes for the dimension along which a parameter is split over
-    tensor-parallel ranks; None: every rank holds all of it.
+    """Sets Megatron's attributes for a parameter of a tensor-parallel layer; `split` is the
+    dimension along which the parameter is split over the ranks, None if every rank holds all of it.
     """
     parameter.tensor_model_parallel = split is not None
     parameter.partition_dim = -1 if split is None else split

@@ -198,9 +198,11 @@ class Part(NamedTuple):
 def parts_of(packed: PackedSeqParams, rank: int, processes: int) -> list[Part]:
     """Returns the chunks of rows that rank `rank` of `processes` context-parallel ranks computes,
     as batches: whole rows without context parallelism, otherwise two chunks per row.
+
     Rows of one length form one batch, since a call per row would cost more than the attention of
-    short rows. The result is stored in `packed`, so that it is computed once for all layers of a
-    micro-batch, from `packed.edges` on the host (see `pack`).
+    short rows. The result is stored in `packed`, the parameters of the micro-batch's packed
+    sequence, so that it is computed once for all layers, from `packed.edges` on the host (see
+    `pack`).
     """
     parts: list[Part] | None = getattr(packed, "parts", None)
     if parts is None:
@@ -219,8 +221,9 @@ def parts_of(packed: PackedSeqParams, rank: int, processes: int) -> list[Part]:
 def _parts_of_length(
     length: int, starts: list[int], total: int, rank: int, processes: int
 ) -> list[Part]:
-    """Returns the batches of chunks for rows of one length; `starts` lists the first token of each
-    row, `total` is the number of all packed tokens.
+    """Returns the batches of chunks for rows of `length` tokens on rank `rank` of `processes`
+    context-parallel ranks; `starts` lists the first token of each row, `total` is the number of all
+    packed tokens.
     """
     begin = torch.tensor(starts)[:, None] // processes  # first token of each row among a process's
     if processes == 1:

@@ -64,8 +64,10 @@ class HeadAdapter(LowRankAdapter):
     """
 
     def forward(self, given: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        """Returns (scaling * a x [s, b, rank] for all tokens, b); the product of both is what the
-        adapter adds to the logits.
+        """Returns (scaling * a x [s, b, rank] for the hidden states x of all tokens, b); the
+        product of both is what the adapter adds to the logits.
+
+        `given`: hidden states x [s, b, hidden], under sequence parallelism this rank's tokens only.
         `linear_stats` never materialises this product.
         """
         inner = self._for_shards(F.linear(self._dropped(given), self.a))

@@ -19,8 +19,8 @@ from rftmega.models.layers.norm import RMSNorm
 
 
 class FP32Norm(RMSNorm):
-    """FP32Norm normalises [tokens, rows, heads of this rank, D] over the heads of all ranks, in
-    float32.
+    """FP32Norm normalises queries or keys [tokens, batch, heads of this rank, D] over the heads of
+    all ranks, in float32.
     """
 
     def __init__(self, config: TransformerConfig, heads: int, width: int, eps: float):

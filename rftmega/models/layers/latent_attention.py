@@ -17,8 +17,9 @@ from rftmega.models.layers.norm import LATENT_EPSILON
 
 
 def mend_latent_attention(chunk: nn.Module, config: MLATransformerConfig) -> None:
-    """Fixes every latent-attention module of a pipeline chunk; to be called before other code uses
-    the chunk's parameters.
+    """Corrects the gradient of the shared rotary key, the gradient norm and the norms' epsilon of
+    every latent-attention module in a pipeline chunk; to be called before other code uses the
+    chunk's parameters.
     """
     for module in chunk.modules():
         if isinstance(module, MLASelfAttention):

@@ -13,7 +13,8 @@ from torch import Tensor
 
 
 def freeze_padding(embedding: VocabParallelEmbedding, token: int) -> None:
-    """Stops the gradient from embedding lookups of `token` to its row.
+    """Keeps embedding lookups of the token id `token` from sending a gradient to the token's
+    embedding row.
 
     If the LM head is tied to the embedding, the row still gets the LM head's gradient.
     """

@@ -29,8 +29,9 @@ class PackedRotary(nn.Module):
     def next(self, sequence: PackedSeqParams, positions: Tensor, *, rank: int, ranks: int) -> None:
         """Sets the positions for the next forward pass: `positions` [N] are the positions of this
         process's tokens within their rows, on context-parallel rank `rank` of `ranks`.
-        Changes the padded row boundaries of `sequence`, which nothing else reads where this module
-        is used.
+
+        Changes the padded row boundaries of `sequence`, the micro-batch's PackedSeqParams, which
+        nothing else reads where this module is used.
         """
         self._positions, self._context = positions, (rank, ranks)
         # on the host: Megatron reads its numbers
@@ -53,9 +54,9 @@ class PackedRotary(nn.Module):
         return self._placed(angles[self._positions])
 
     def _placed(self, mine: Tensor) -> Tensor:
-        """Returns angles [N x ranks, 1, 1, D], which contain this rank's angles at the positions
-        from which Megatron takes the rank's two zig-zag chunks of a single row, and zeros
-        elsewhere.
+        """Returns angles [N x ranks, 1, 1, D], which contain this rank's angles `mine` [N, 1, 1, D]
+        at the positions from which Megatron takes the rank's two zig-zag chunks of a single row,
+        and zeros elsewhere.
         """
         rank, ranks = self._context
         if ranks == 1:
@@ -120,8 +121,10 @@ class MultimodalRotary(PackedRotary):
 
 
 def _axis_of(sections: Sequence[int], *, interleaved: bool) -> Tensor:
-    """Returns [D / 2] int64: for each frequency the index of its position number (0 time, 1 height,
-    2 width).
+    """Returns [D / 2] int64: for each rotary frequency the index of the position number that it
+    multiplies (0 time, 1 height, 2 width).
+
+    `sections`, `interleaved`: see MultimodalRotary.
     """
     axis = torch.arange(3).repeat_interleave(torch.tensor(sections))
     if interleaved:  # t h w t h w ... t t

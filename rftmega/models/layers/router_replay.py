@@ -42,7 +42,8 @@ class RouteInputs:
     chosen: list[ChosenExperts] | None = None
 
     def packed(self, take: Callable[..., Tensor], slots: Tensor, own: slice) -> PackedRoutes:
-        """Returns the routes of the tokens in this process's packed slots `own`.
+        """Returns the routes of the tokens in the packed slots `own`, the range whose tokens this
+        process's routers see.
 
         `take` is Packing.take_vectors; `slots` maps packed tokens to indices in the flat [B * S]
         grid.
@@ -57,8 +58,12 @@ class RouteInputs:
         return PackedRoutes(take(self.given, fill=unknown)[own], complete)
 
     def note(self, routes: PackedRoutes, slots: Tensor, own: slice, size: int) -> None:
-        """Appends the expert choices that a pipeline chunk's layers recorded to `chosen`; slots
-        from `size` on are filler and are left out.
+        """Appends the expert choices that a pipeline chunk's layers recorded in `routes` to
+        `chosen`.
+
+        `slots` maps packed tokens to indices in the flat [B * S] grid, and `own` is the range of
+        those whose tokens this process's routers see; slots from `size` on are filler and are left
+        out.
         """
         if self.chosen is None:
             return
@@ -81,8 +86,8 @@ class LayerRoutes:
         self.routes: PackedRoutes | None = None
 
     def enter(self, layer: Any, given: tuple[Any, ...], named: dict[str, Any]) -> None:
-        """Reads the routes of the micro-batch that the layer is about to compute; a forward
-        pre-hook.
+        """Stores the routes of the micro-batch that the layer is about to compute, from the layer's
+        argument `packed_seq_params`; a forward pre-hook.
         """
         self.routes = getattr(named["packed_seq_params"], "routes", None)
 
@@ -96,6 +101,9 @@ class LayerRoutes:
     ) -> tuple[Tensor, Tensor]:
         """Returns the scores and ids of the experts of each token, both [n, topk]; given routes
         replace the router's own choice where they are known.
+
+        `scores` [n, experts]; `default_compute_topk` is Megatron's function for the router's own
+        choice, which takes the other arguments.
         """
         assert default_compute_topk is not None
         routes = self.routes

@@ -6,7 +6,7 @@ from torch.nn import functional
 
 def dropped(x: Tensor, share: float, *, width: int, columns: slice | None) -> Tensor:
     """Applies dropout with probability `share` to x [..., width] or, if `columns` is given, to x as
-    these columns of a tensor [..., width].
+    these columns of a tensor [..., width], of which each process has other columns.
     """
     if columns is None:
         return functional.dropout(x, share)

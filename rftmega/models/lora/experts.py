@@ -98,8 +98,8 @@ class StackWithPairs:
 
 @dataclass(frozen=True, slots=True)
 class StackDelta:
-    """StackDelta is a `shards.Addend`: the delta that LoRA pairs add to one expert's (stacked)
-    matrix.
+    """StackDelta is the delta that LoRA pairs add to one expert's (stacked) matrix, in a form
+    (`shards.Addend`) that is added when a shard of the matrix is read.
     """
 
     pairs: Sequence[tuple[Tensor, Tensor] | None]  # A and B of the stacked matrices

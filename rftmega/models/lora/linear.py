@@ -62,8 +62,8 @@ class LinearWithPair(nn.Linear):
 
 @dataclass(frozen=True, slots=True)
 class PairDelta:
-    """PairDelta is a `shards.Addend`: the delta that an adapter adds to this process's rows of a
-    weight.
+    """PairDelta is the delta that an adapter adds to this process's rows of a weight, in a form
+    (`shards.Addend`) that is added when a shard of the weight is read.
     """
 
     down: Tensor  # A, or this process's columns of it

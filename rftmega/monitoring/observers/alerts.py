@@ -1,4 +1,6 @@
-"""Alerts warns of common training problems that show in the metrics of the last steps."""
+"""Warnings about common training problems, such as collapsing entropy, that show in the metrics of
+the last steps.
+"""
 
 import json
 import logging
@@ -17,15 +19,17 @@ log = logging.getLogger(__name__)
 
 
 class Means(NamedTuple):
-    """Means holds the mean metrics of a run's first steps and of its last steps."""
+    """Means holds the mean of each metric over the first WINDOW steps of a run, and over its last
+    WINDOW steps so far.
+    """
 
     first: Mapping[str, float]  # over the first WINDOW steps of the run
     last: Mapping[str, float]  # over the last WINDOW steps
 
 
 class Alert(NamedTuple):
-    """Alert is a check of the metrics; `says` returns the text of the warning, or "" if there is no
-    problem.
+    """Alert is a check for one training problem: `says` returns the text of the warning, or "" if
+    the metrics do not show the problem.
     """
 
     name: str  # title of its section in docs/monitoring.md
@@ -103,13 +107,13 @@ ALERTS = (
 
 
 class Alerts(Observer):
-    """Alerts logs the warning of each entry of ALERTS when its problem appears, and again after
-    every AGAIN steps while the problem persists.
+    """Alerts is a callback that logs the warning of each check in ALERTS when its problem appears,
+    and again every AGAIN steps while the problem persists.
     """
 
     def __init__(self, history: Path):
-        """`history`: path of metrics.jsonl, from which a resumed run reads the metrics of its first
-        steps.
+        """Stores the path of metrics.jsonl (`history`), from which a resumed run reads the metrics
+        of its first steps.
         """
         self.history = history
         self.first: list[Mapping[str, Any]] = []
@@ -143,7 +147,9 @@ class Alerts(Observer):
 
 
 def means_of(steps: Iterable[Mapping[str, Any]]) -> dict[str, float]:
-    """Returns the mean of each metric's finite values over the steps that have it."""
+    """Returns the mean of each metric over the steps in which it has a finite value. `steps`:
+    metrics of each step, by name.
+    """
     values: dict[str, list[float]] = {}
     for step in steps:
         for name, value in step.items():

@@ -1,5 +1,5 @@
-"""`observers_of` returns a run's observers in the order in which they are called. Metric writers
-are called last, so that they write the metrics of all others.
+"""`observers_of` returns a run's observers (callbacks) in the order in which they are called: first
+those that add metrics (evaluation, performance), then the writers of metrics, then the others.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -31,7 +31,9 @@ from rftmega.monitoring.observers.trajectories import Grading, Trajectories
 
 
 class Text(Protocol):
-    """Text is the interface of a tokenizer that decodes token ids."""
+    """Text is the interface to a tokenizer that decodes token ids, all together (`decode`) or each
+    by itself (`pieces`).
+    """
 
     @property
     def chat(self) -> Any: ...  # data.Chat: conversion of messages to text
@@ -44,8 +46,9 @@ class Text(Protocol):
 def evaluation_of_prompts(
     config: RunConfig, held_out: Mapping[str, Sequence[Prompt]], reward: Reward
 ) -> Evaluation:
-    """Returns the evaluation that generates and scores completions of the prompts `held_out`, with
-    the options trainer.eval_*.
+    """Returns the callback that evaluates the policy by generating completions of prompts and
+    scoring them with `reward`, with the options trainer.eval_*. `held_out`: evaluation set's name
+    -> its prompts.
     """
     chosen = config.trainer
     answering = Answering(
@@ -65,8 +68,9 @@ def evaluation_of_prompts(
 
 
 def evaluation_of_rows(config: RunConfig, held_out: Mapping[str, Rows], model: Any) -> Evaluation:
-    """Returns the evaluation of the trained policy (algorithm.task=sft) or reward model on the
-    given rows `held_out`.
+    """Returns the callback that evaluates the trained `model` on given rows (sequences): the
+    policy's cross-entropy for algorithm.task=sft, otherwise a reward model's accuracy on preference
+    pairs. `held_out`: evaluation set's name -> its rows.
     """
     judge = partial(cross_entropy_of if config.algorithm.task == "sft" else preference_of, model)
     return HeldOut(held_out, judge, every=config.trainer.eval_every, last=config.trainer.steps)
@@ -84,9 +88,11 @@ def observers_of(
 ) -> list[Observer]:
     """Returns the observers of a run in the order in which they are called.
 
-    Only the main process writes. `export` is called on all processes with a folder after the last
-    step. `measures`: observers that add metrics after the evaluation. `grading` returns the part of
-    a response that rewards grade.
+    `evaluation`: the callback that evaluates the model; `text`: the tokenizer that trajectories are
+    written with; `export`: called on all processes after the last step, with the folder to write
+    the model to; `is_main`: whether this is the main process, the only one that writes metrics and
+    trajectories; `measures`: observers that add performance metrics; `grading`: returns the part of
+    a response that rewards grade, see `trajectories.Grading`.
     """
     chosen, task = config.trainer, config.algorithm.task
     found: list[Observer] = [*([evaluation] if evaluation.held_out else []), *measures]
@@ -131,9 +137,9 @@ def observers_of(
 def writers(
     config: RunConfig, accuracy: Mapping[str, str], means: Mapping[str, str]
 ) -> list[Observer]:
-    """Returns the metric writers, the alerts and the progress bar. `accuracy` and `means`:
-    evaluation set -> name of its accuracy metric and of its mean-score metric, which the progress
-    bar shows.
+    """Returns the observers that write or display metrics, and the alerts. `accuracy` and `means`:
+    name of an evaluation set -> name of its accuracy metric, and of its mean-score metric, for the
+    progress bar.
     """
     output, chosen = config.trainer.output, config.logging
     found: list[Observer] = [
@@ -155,5 +161,7 @@ def writers(
 
 
 def _warns(config: RunConfig) -> bool:
-    """Returns whether a failed write is logged as a warning instead of raised as an error."""
+    """Returns whether a failed write only logs a warning (checkpoint.on_failure=warn) instead of
+    ending the run with an error.
+    """
     return config.checkpoint.on_failure == "warn"

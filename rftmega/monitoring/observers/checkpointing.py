@@ -1,4 +1,6 @@
-"""Checkpointing saves a run every few steps; `resume` and `restore` load a checkpoint."""
+"""Checkpointing: a callback that saves checkpoints of a run, and functions that resume the run from
+them.
+"""
 
 import time
 from collections.abc import Mapping
@@ -14,19 +16,21 @@ WITHIN = "within"  # key of the journal of an unfinished step
 
 
 class Checkpointing(Observer):
-    """Checkpointing saves a checkpoint after every `every`-th step, after step `last`, and when the
-    run is stopped.
+    """Checkpointing is a callback that saves a checkpoint after every `every`-th step, after step
+    `last`, and when the run is stopped.
 
-    If the run is stopped within a step, it saves the state at the beginning of the step and the
-    trainer's journal of the work since then. Checkpointing must come after all callbacks that
-    write: their output of a step must be complete when the step is saved.
+    If the run is stopped within a step, the checkpoint has the state at the beginning of the step
+    and the trainer's journal, the record of the work done in the step, from which a resumed run
+    continues within it. Checkpointing must come after all callbacks that write: their output of a
+    step must be complete when the step is saved.
     """
 
     def __init__(
         self, checkpoints: Checkpoints, parts: Mapping[str, Resumable], *, every: int, last: int
     ):
-        """`parts`: the components whose state is saved, by the names under which `restore` finds
-        them.
+        """Stores the settings. `checkpoints`: writes and reads checkpoints; `parts`: the components
+        whose state is saved, by the names under which `restore` finds them; `every` and `last`: the
+        steps after which a checkpoint is saved.
         """
         self.checkpoints, self.parts = checkpoints, parts
         self.every, self.last = every, last
@@ -78,8 +82,9 @@ class Checkpointing(Observer):
 def resume(
     trainer: Any, checkpoints: Checkpoints, parts: Mapping[str, Resumable], chosen: CheckpointConfig
 ) -> None:
-    """Loads the checkpoint that `checkpoint.resume` names, if there is one: first the models, then
-    the state of `parts` (see `restore`).
+    """Loads the checkpoint that the option checkpoint.resume selects, if there is one: first the
+    models, then the state of `parts`, components by name (see `restore`). `chosen`: the options
+    checkpoint.*.
 
     Every process must call this function.
     """
@@ -91,8 +96,9 @@ def resume(
 
 
 def restore(trainer: Any, parts: Mapping[str, Resumable], state: Mapping[str, Any]) -> None:
-    """Restores the state of `parts` from a checkpoint of `Checkpointing`, and the journal of an
-    unfinished step.
+    """Restores the components `parts` (by name) from `state`, a checkpoint of `Checkpointing`, and,
+    if the run was stopped within a step, the trainer's journal, the record of the work done in that
+    step.
 
     Raises CheckpointError if the run was stopped within a step and `trainer` has no journal.
     """

@@ -1,4 +1,4 @@
-"""A metric that counts control-token names in the data."""
+"""A metric that counts names of control tokens (e.g. <|im_end|>) in the text of training data."""
 
 from typing import Any
 
@@ -7,8 +7,9 @@ from rftmega.monitoring.observers.observer import Observer
 
 
 class ControlTokensInData(Observer):
-    """ControlTokensInData adds the metric data_control_tokens: the number of control-token names in
-    the records that were read, if data.control_tokens permits such names.
+    """ControlTokensInData is a callback that adds the metric data_control_tokens to each step:
+    `count`, how often names of control tokens occurred in the records that were read. Only records
+    of a run whose option data.control_tokens permits such names are counted.
     """
 
     def __init__(self, count: int):

@@ -1,5 +1,5 @@
-"""Evaluation on prompts that are not trained on, greedy or sampled, without side effects on the
-training.
+"""Evaluation of a model during training, on prompts that are not trained on, with greedy or sampled
+completions and without side effects on the training.
 """
 
 import random
@@ -22,7 +22,9 @@ ACCURACY = "accuracy"  # share of correct completions
 
 
 class Answering(NamedTuple):
-    """Answering holds the sampling and scoring settings of an evaluation."""
+    """Answering holds the settings of an evaluation: the sampling of completions, the k of pass@k,
+    and the reward component that tells correct completions.
+    """
 
     samples: int = 1  # completions per prompt
     sampling: Sampling = Sampling(temperature=0.0)  # noqa: RUF009
@@ -32,12 +34,15 @@ class Answering(NamedTuple):
 
 
 class Evaluation(Observer):
-    """Evaluation evaluates at the start of a run, after every `every`-th step (0: no step) and
-    after step `last`.
+    """Evaluation is the base class of callbacks that evaluate the model at the start of a run,
+    after every `every`-th step (0: no step) and after step `last`.
     """
 
     def __init__(self, held_out: Mapping[str, Any], *, every: int, last: int):
-        """`held_out`: evaluation sets by name. A single set may have the name ""; see `metric_of`."""
+        """Stores the settings. `held_out`: evaluation sets (prompts or rows) by name; a single set
+        may have the name "", see `metric_of`. `every`, `last`: the steps after which the model is
+        evaluated.
+        """
         self.held_out = held_out
         self.every, self.last = every, last
 
@@ -54,7 +59,9 @@ class Evaluation(Observer):
 
 
 class Evaluate(Evaluation):
-    """Evaluate generates completions of evaluation prompts and scores them."""
+    """Evaluate is a callback that evaluates the policy: it generates completions of evaluation
+    prompts and scores them.
+    """
 
     def __init__(
         self,
@@ -66,14 +73,18 @@ class Evaluate(Evaluation):
         last: int,
         adapters: Sequence[str] = (),
     ):
-        """`adapters`: names of adapters that are evaluated in addition to the policy."""
+        """Stores the settings. `held_out`: evaluation set's name -> its prompts; `reward`: scores
+        the completions; `answering`: sampling and metrics; `every`, `last`: the steps after which
+        the policy is evaluated; `adapters`: names of LoRA adapters that are evaluated in addition
+        to the policy.
+        """
         super().__init__(held_out, every=every, last=last)
         self.reward, self.answering, self.adapters = reward, answering, adapters
 
     def evaluate(self, trainer: Any) -> Metrics:
-        """Returns for each evaluation set the mean of every reward component over all completions,
-        the share of correct completions ("accuracy") and pass@k. Returns the same metrics for each
-        of `adapters`, with the adapter's name in the metric's name.
+        """Evaluates the policy. Returns for each evaluation set the mean of every reward component
+        over all completions, the share of correct completions ("accuracy") and pass@k; and the same
+        for each of `adapters`, with the adapter's name in the metric's name.
 
         "eval_seconds" is the total time of the evaluation.
         """
@@ -86,8 +97,9 @@ class Evaluate(Evaluation):
         return metrics | {"eval_seconds": time.perf_counter() - begin}
 
     def _answered(self, trainer: Any, adapter: str = "") -> Metrics:
-        """Returns the metrics of all evaluation sets, for the policy or an adapter. The metrics'
-        names contain the name of `adapter`.
+        """Generates and scores completions of all evaluation sets, and returns the metrics of each
+        set. `adapter`: name of the adapter that the engine was told to use, which becomes part of
+        the metrics' names; "": the policy.
         """
         samples = self.answering.samples
         requests = [
@@ -121,10 +133,12 @@ class Evaluate(Evaluation):
 
 
 def judged(scores: Sequence[Mapping[str, float]], answering: Answering) -> Metrics:
-    """Returns the mean of every reward component, the share of correct completions, and pass@k.
+    """Returns the mean of every reward component, the share of correct completions ("accuracy"),
+    and pass@k ("pass_at_<k>").
 
-    `scores`: the reward components of every completion; completions of the same prompt are
-    adjacent.
+    `scores`: the reward components of every completion, with the completions of a prompt next to
+    each other; `answering`: the number of completions per prompt, the k, and the component that
+    tells correct ones.
     """
     n = answering.samples
     parts = dict.fromkeys(part for score in scores for part in score)
@@ -147,8 +161,8 @@ def judged(scores: Sequence[Mapping[str, float]], answering: Answering) -> Metri
 
 
 def counted(rollouts: Sequence[Rollout]) -> Metrics:
-    """Returns the mean of each measure of the environment over the rollouts that are not lost, and
-    the share of lost rollouts if there are any.
+    """Returns the mean of each measure that the environment reported ("environment_<name>") over
+    the rollouts that are not lost, and the share of lost rollouts ("lost") if there are any.
     """
     kept = [rollout for rollout in rollouts if not rollout.lost]
     names = dict.fromkeys(name for rollout in kept for name in rollout.measures)
@@ -170,8 +184,8 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def metric_of(name: str, part: str) -> str:
-    """Returns the name of the metric `part` for the evaluation set `name`; "" is the name of a
-    single set.
+    """Returns the full name of a metric of an evaluation. `name`: name of the evaluation set, ""
+    for a single set; `part`: the metric's name within a set, such as "accuracy".
     """
     return f"eval_{name}_{part}" if name else f"eval_{part}"
 
@@ -179,7 +193,7 @@ def metric_of(name: str, part: str) -> str:
 @contextmanager
 def undisturbed() -> Iterator[None]:
     """Context manager that restores the global random states of Python, NumPy and torch (CPU) at
-    its end.
+    its end, so that its block does not change the training's random numbers.
     """
     python, arrays = random.getstate(), numpy.random.get_state()
     try:

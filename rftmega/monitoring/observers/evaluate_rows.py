@@ -1,4 +1,6 @@
-"""HeldOut evaluates on given rows: responses, or pairs of a chosen and a rejected response."""
+"""Evaluation of a model on given sequences (rows), without generation: responses, or pairs of a
+chosen and a rejected response.
+"""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -10,8 +12,8 @@ from rftmega.monitoring.observers.evaluate import Evaluation, metric_of
 
 
 class HeldOut(Evaluation):
-    """HeldOut evaluates the trained model on rows that are not trained on. `judge` returns the
-    metrics of a set of rows.
+    """HeldOut is a callback that evaluates the trained model on given sequences (rows) that are not
+    trained on. `judge` returns the metrics of one evaluation set's rows.
     """
 
     def __init__(
@@ -34,15 +36,18 @@ class HeldOut(Evaluation):
 
 
 def cross_entropy_of(policy: Policy, rows: Rows) -> Metrics:
-    """Returns the policy's mean -log p over all response tokens, as the metric "cross_entropy"."""
+    """Returns the metric "cross_entropy": the policy's mean -log p, in nats, over all response
+    tokens of `rows`.
+    """
     return {"cross_entropy": -policy.log_probs(rows).logp[rows.mask].double().mean().item()}
 
 
 def preference_of(model: ValueModel, rows: Rows) -> Metrics:
-    """Returns the metrics "accuracy", the share of pairs whose chosen response scores higher (a tie
-    counts as wrong), and "margin", the mean difference of the two scores.
+    """Returns the metrics "accuracy", the share of pairs whose chosen response gets the higher
+    score (a tie counts as wrong), and "margin", the mean difference of the two scores.
 
-    `rows`: in the order of `pair_rows`.
+    `model`: the reward model; `rows`: the chosen response of each pair, directly followed by the
+    rejected one.
     """
     reward = last_value(model.values(rows), rows)
     margin = (reward[0::2] - reward[1::2]).double()

@@ -1,4 +1,4 @@
-"""Exporting writes the trained model after the last step, and renames the model of an earlier run."""
+"""A callback that exports the trained model after the last step."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -10,8 +10,9 @@ from rftmega.monitoring.observers.output_files import set_aside
 
 
 class Exporting(AtEnd):
-    """Exporting calls `work` after the last step. At the start of a run that is not resumed, it
-    renames the existing folders among `folders`, for example policy to policy.1.
+    """Exporting is a callback that calls `work`, which exports the model, after the last step. At
+    the start of a run that is not resumed, it renames the existing folders among `folders`, for
+    example policy to policy.1, so that nothing is overwritten.
     """
 
     def __init__(self, work: Callable[[], None], folders: Sequence[str], *, is_main: bool):

@@ -18,8 +18,9 @@ log = logging.getLogger(__name__)
 
 
 class Divergence(Observer):
-    """Divergence ends a run after `steps` successive steps without an optimizer step. It runs on
-    every process, after the metric writers.
+    """Divergence is a callback that ends a run after `steps` successive steps in which all
+    optimizer steps were skipped, since gradients were not finite. It runs on every process, after
+    the metric writers.
     """
 
     def __init__(self, steps: int):
@@ -27,8 +28,8 @@ class Divergence(Observer):
         self.streaks = {"": 0, "critic_": 0}
 
     def on_step(self, trainer: Any, metrics: Metrics) -> None:
-        """Raises Diverged if the policy or the critic took no optimizer step in `steps` successive
-        steps. Steps in which a model is frozen are not counted.
+        """Raises Diverged if all optimizer steps of the policy, or of the critic, were skipped in
+        each of the last `steps` steps. Steps in which a model is frozen are not counted.
         """
         for model, streak in self.streaks.items():
             skipped = metrics.get(f"{model}skipped_steps", 0.0)
@@ -49,13 +50,14 @@ class Divergence(Observer):
 
 
 class MixedGroups(Observer):
-    """MixedGroups logs a warning once if the rewards of SAME_REWARDS successive steps are all
-    equal, so that the policy learns nothing.
+    """MixedGroups is a callback that logs a warning, once per run, if all completions that are
+    compared got equal rewards in SAME_REWARDS successive steps, so that the policy learns nothing.
     """
 
     def __init__(self, *, compares_groups: bool):
-        """`compares_groups`: whether the algorithm compares only completions of the same prompt;
-        rewards may then differ between prompts.
+        """Stores the setting. `compares_groups`: whether the algorithm compares only completions of
+        the same prompt (as GRPO does); then rewards count as equal even if they differ between
+        prompts.
         """
         self.compares_groups = compares_groups
         self.streak, self.told = 0, False
@@ -85,13 +87,13 @@ class MixedGroups(Observer):
 
 
 class UndecidedLimit(Observer):
-    """UndecidedLimit ends a run if a reward component could not be determined for too many
-    completions. It runs on every process.
+    """UndecidedLimit is a callback that ends a run if a reward component could not be determined,
+    for example because of timeouts, for too many completions. It runs on every process.
     """
 
     def on_step(self, trainer: Any, metrics: Metrics) -> None:
         """Raises RewardError if a reward component could not be determined for more than the share
-        MOST_UNDECIDED of the completions.
+        MOST_UNDECIDED of the step's completions.
         """
         for name, share in metrics.items():
             if name.startswith("reward_") and name.endswith(UNDECIDED) and share > MOST_UNDECIDED:

@@ -1,4 +1,6 @@
-"""Progress, JSONLines and TensorBoard display or write the metrics of every step."""
+"""Callbacks that display or write the metrics of every step: a progress bar, metrics.jsonl and
+TensorBoard.
+"""
 
 import math
 import time
@@ -25,14 +27,17 @@ SHOWN = {  # metric -> its name in the progress bar
 
 
 class Progress(Observer):
-    """Progress shows a progress bar, and prints a line for each evaluation."""
+    """Progress is a callback that shows a progress bar with metrics of the last step, and prints a
+    line for each evaluation.
+    """
 
     def __init__(
         self, steps: int, accuracy: Mapping[str, str], means: Mapping[str, str] | None = None
     ):
-        """`accuracy`: name of an evaluation set ("" for a single set) -> name of its accuracy
-        metric. `means`: name of an evaluation set -> name of its mean-score metric, which is shown
-        if its value differs from the accuracy.
+        """Stores the settings. `steps`: number of steps of the run; `accuracy`: name of an
+        evaluation set ("" for a single set) -> name of its accuracy metric; `means`: name of an
+        evaluation set -> name of its mean-score metric, which is shown if its value differs from
+        the accuracy.
         """
         self.steps = steps
         self.accuracy, self.means = accuracy, means or {}
@@ -62,8 +67,8 @@ class Progress(Observer):
             tqdm.write(f"held-out accuracy {when}: {', '.join(found)}")
 
     def _mean(self, metrics: Metrics, name: str) -> str:
-        """Returns the text for the mean score of the evaluation set `name`; "" if it has none or it
-        equals the accuracy.
+        """Returns the text that shows the mean score of the evaluation set `name` next to its
+        accuracy; "" if it has no mean score or the two are equal.
         """
         mean = metrics.get(self.means.get(name, ""))
         if mean is None or mean == metrics[self.accuracy[name]]:
@@ -72,8 +77,8 @@ class Progress(Observer):
 
 
 def status(metrics: Metrics) -> str:
-    """Returns a one-line summary of a step: reward, response length, speed and loss metrics that
-    the step has.
+    """Returns a one-line summary of a step for the progress bar: its reward, response length,
+    tokens per second, loss and similar metrics, as far as `metrics` has them.
     """
     said = []
     if "reward" in metrics:
@@ -89,7 +94,9 @@ def status(metrics: Metrics) -> str:
 
 
 class JSONLines(StepLines):
-    """JSONLines writes the metrics of every step, one JSON object per line."""
+    """JSONLines is a callback that writes the metrics of every step to a file (metrics.jsonl), one
+    JSON object per line.
+    """
 
     what = "metrics"
 
@@ -108,7 +115,7 @@ def _finite(metrics: Metrics) -> dict[str, float | None]:
 
 
 class TensorBoard(Observer):
-    """TensorBoard writes the metrics of every step as scalars."""
+    """TensorBoard is a callback that writes the metrics of every step as TensorBoard scalars."""
 
     def __init__(self, folder: str | Path, *, warn: bool = False):
         self.folder, self.warn = Path(folder), warn

@@ -1,4 +1,4 @@
-"""Observer is the base class of all callbacks. Trainers call its methods and know no particular
+"""Base classes of all callbacks. Trainers call only the methods of Observer, and know no particular
 callback.
 """
 
@@ -10,7 +10,9 @@ from rftmega.core.types import Experience, Metrics, Samples
 
 
 class Observer:
-    """Observer does nothing at each event; a callback overrides the methods it needs."""
+    """Observer is the base class of callbacks: its methods, one per event of a training run, do
+    nothing. A callback overrides the methods it needs.
+    """
 
     def on_start(self, trainer: Any, metrics: Metrics) -> None: ...
 
@@ -32,7 +34,9 @@ class Observer:
 
 
 class AtEnd(Observer):
-    """AtEnd calls `work` once, after the last step, unless the run was stopped before."""
+    """AtEnd is a callback that calls `work` once, after the last step, unless the run was stopped
+    by a signal before.
+    """
 
     def __init__(self, work: Callable[[], None]):
         self.work = work

@@ -14,7 +14,7 @@ log = logging.getLogger(__name__)
 
 
 def set_aside(path: Path) -> None:
-    """Renames an output file or folder of an earlier run, for example metrics.jsonl to
+    """Renames the output file or folder `path` of an earlier run, for example metrics.jsonl to
     metrics.1.jsonl, and logs the new name. Does nothing if `path` does not exist or is an empty
     folder.
     """
@@ -30,10 +30,11 @@ def set_aside(path: Path) -> None:
 
 @contextmanager
 def writing(path: Path, *, warn: bool = False) -> Iterator[None]:
-    """Context manager for a block that writes `path`: reports an OSError, such as a full disk, with
-    the path.
+    """Context manager for a block that writes to `path`: adds the path and advice to the message of
+    an OSError, such as a full disk.
 
-    Raises OutputError for an OSError; with `warn`, logs a warning instead, and the output is lost.
+    Raises OutputError for an OSError in the block; with `warn`, logs a warning instead, and the
+    output is lost.
     """
     try:
         yield

@@ -27,9 +27,9 @@ LONGEST_PARAMETER = 6000
 
 
 class WandB(Observer):
-    """WandB logs metrics and config to Weights & Biases, configured by wandb's own environment
-    variables (WANDB_MODE=offline writes into a folder). A resumed run continues under the id that
-    is stored in output/wandb.id.
+    """WandB is a callback that logs metrics and config to Weights & Biases, configured by wandb's
+    own environment variables (WANDB_MODE=offline writes into a folder). A resumed run continues
+    under the id that is stored in output/wandb.id.
     """
 
     def __init__(self, project: str, config: RunConfig):
@@ -66,9 +66,9 @@ class WandB(Observer):
 
 @contextmanager
 def temporary_files_in(folder: Path, *, of: str) -> Iterator[None]:
-    """Context manager in whose block the package `of` is imported with `folder` as its folder for
-    temporary files. First removes files that a killed run has left there. Has no effect if the
-    package is already imported.
+    """Context manager for importing the package `of` so that it creates its temporary files in
+    `folder`; files that a killed run has left there are removed first. Has no effect if the package
+    is already imported.
     """
     if of in sys.modules:  # the package was imported before
         yield
@@ -83,9 +83,9 @@ def temporary_files_in(folder: Path, *, of: str) -> Iterator[None]:
 
 
 class MLflow(Observer):
-    """MLflow logs metrics, and the options as parameters, to MLflow, configured by MLflow's own
-    environment variables (MLFLOW_TRACKING_URI; default: the folder output/mlruns). A resumed run
-    continues under the id that is stored in output/mlflow.id.
+    """MLflow is a callback that logs metrics, and the options as parameters, to MLflow, configured
+    by MLflow's own environment variables (MLFLOW_TRACKING_URI; default: the folder output/mlruns).
+    A resumed run continues under the id that is stored in output/mlflow.id.
     """
 
     def __init__(self, experiment: str, config: RunConfig):
@@ -132,9 +132,9 @@ class MLflow(Observer):
 
 
 class Trackio(Observer):
-    """Trackio logs metrics and config into a file that `trackio show` reads, in trackio's own
-    folder (TRACKIO_DIR). A resumed run continues under the name that is stored in
-    output/trackio.id.
+    """Trackio is a callback that logs metrics and config with trackio, into a file in trackio's own
+    folder (TRACKIO_DIR), which `trackio show` displays. A resumed run continues under the name that
+    is stored in output/trackio.id.
     """
 
     def __init__(self, project: str, config: RunConfig):
@@ -168,8 +168,8 @@ class Trackio(Observer):
 
 
 def remembered(path: Path, trainer: Any, made: Callable[[], str]) -> str:
-    """Returns the id that an external service knows the run by, which is stored in the file `path`.
-    A run that is not resumed stores a new id, returned by `made`.
+    """Returns the id under which an external service such as wandb knows the run, from the file
+    `path`. A run that is not resumed stores a new id there, which `made` returns.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     if not trainer.resumed:
@@ -180,8 +180,8 @@ def remembered(path: Path, trainer: Any, made: Callable[[], str]) -> str:
 
 
 class Prometheus(Observer):
-    """Prometheus serves the last step's metrics at http://host:port/metrics, as gauges
-    rftmega_<metric> and rftmega_step.
+    """Prometheus is a callback that serves the last step's metrics at http://host:port/metrics, as
+    gauges rftmega_<metric> and rftmega_step.
 
     Raises ConfigError at the start of the run if the port can't be opened.
     """

@@ -1,5 +1,5 @@
-"""RunChat stores the settings by which a run converted messages into tokens, for readers of its
-trajectories.
+"""The chat settings of a run (chat template, system prompt, tools), stored with its trajectories
+for tools that read them later.
 """
 
 import json
@@ -19,8 +19,8 @@ FILE = "chat.json"
 
 @dataclass(frozen=True, slots=True)
 class RunChat:
-    """RunChat holds the settings, apart from the tokenizer, by which a run converts messages into
-    tokens.
+    """RunChat holds the settings, apart from the tokenizer, by which a run converts chat messages
+    into tokens: chat template, system prompt, tools, and the formats of tool calls.
     """
 
     model: str = ""  # folder of the initial model
@@ -31,7 +31,9 @@ class RunChat:
 
     @classmethod
     def of(cls, config: RunConfig, chat: Any) -> "RunChat":
-        """Returns the settings of a run. `chat`: the data.Chat of the run's tokenizer."""
+        """Returns the settings of the run with this config. `chat`: the data.Chat of the run's
+        tokenizer, which has chat template, system prompt and tools.
+        """
         options = config.environment
         path, fields = config.model.path, asdict(chat)
         if isinstance(options, Tools | Agent):
@@ -39,14 +41,14 @@ class RunChat:
         return cls(path, chat=fields)
 
     def write(self, folder: Path) -> None:
-        """Writes the settings to chat.json in a folder of trajectories."""
+        """Writes the settings to chat.json in `folder`, a folder of trajectories."""
         text = json.dumps(asdict(self), ensure_ascii=False, indent=1)
         (folder / FILE).write_text(text + "\n", encoding="utf-8")
 
     @classmethod
     def read(cls, folder: Path) -> "RunChat":
-        """Returns the settings in chat.json of a folder; the defaults if the file does not exist,
-        as in older runs.
+        """Returns the settings that a run wrote to chat.json in `folder`, a folder of trajectories;
+        the defaults if the file does not exist, as in older runs.
 
         Raises DataError if the file is invalid.
         """

@@ -1,5 +1,5 @@
-"""RunReports logs events that the user should know: skipped optimizer steps, and how to continue a
-stopped or complete run.
+"""Log messages about events that the user should know: skipped optimizer steps, and how to continue
+a stopped or complete run.
 """
 
 import logging
@@ -15,8 +15,8 @@ MODELS = {"": "model", "critic_": "critic"}  # prefix of the metrics -> name of 
 
 
 class RunReports(Observer):
-    """RunReports logs skipped optimizer steps, and how to continue a stopped or complete run. It
-    runs on the main process only.
+    """RunReports is a callback that logs skipped optimizer steps, and how to continue a stopped or
+    complete run. It runs on the main process only.
     """
 
     def __init__(self, config: RunConfig):

@@ -1,5 +1,5 @@
-"""StepLines writes a file with one JSON object per step; a resumed run removes the lines of later
-steps.
+"""Base class of callbacks that write a file with one JSON object per step; a resumed run removes
+the lines of the steps that it repeats.
 """
 
 import json
@@ -18,8 +18,8 @@ log = logging.getLogger(__name__)
 
 
 class StepLines(Observer):
-    """StepLines is the base class of observers that write one line per step. Lines are flushed at
-    once, and synced to the disk at each checkpoint.
+    """StepLines is the base class of callbacks that write a file with one line (JSON object) per
+    step. Lines are flushed at once, and synced to the disk at each checkpoint.
 
     A resumed run keeps the lines up to the step at which it resumes. It moves all other lines,
     invalid ones included, to a second file in the same folder, for example metrics.left_out.jsonl.
@@ -28,8 +28,8 @@ class StepLines(Observer):
     what = "a step"  # content of a line, for a warning
 
     def __init__(self, path: str | Path, *, warn: bool = False):
-        """`warn`: a line that can't be written is skipped with a warning instead of an error; see
-        `writing`.
+        """Stores the settings. `path`: the file; `warn`: whether a line that can't be written is
+        skipped with a warning instead of an error, see `writing`.
         """
         self.path, self.warn = Path(path), warn
         self.left_out = self.path.with_name(f"{self.path.stem}.left_out{self.path.suffix}")
@@ -69,7 +69,9 @@ class StepLines(Observer):
         draft.rename(self.path)
 
     def write(self, line: Mapping[str, Any]) -> None:
-        """Writes `line`, the JSON object of a step, whose number is under "step"."""
+        """Appends `line`, the values of one step, to the file as a JSON object. It must have the
+        step's number under "step".
+        """
         with writing(self.path, warn=self.warn):
             append(self.file.fileno(), f"{json.dumps(line)}\n".encode())
 
@@ -86,8 +88,9 @@ class StepLines(Observer):
 
 
 def append(descriptor: int, line: bytes) -> None:
-    """Appends a line to a file. If the line can't be written completely, removes the part that was
-    written, so that the next line is not joined to it, and raises OSError.
+    """Appends `line`, with its line break, to an open file. If it can't be written completely,
+    removes the part that was written, so that the next line is not joined to it, and raises
+    OSError. `descriptor`: the file's descriptor.
     """
     end = os.fstat(descriptor).st_size
     try:
@@ -100,9 +103,10 @@ def append(descriptor: int, line: bytes) -> None:
 
 
 def sorted_out(content: bytes, step: int) -> tuple[list[bytes], list[bytes], dict[int, bytes]]:
-    """Returns (kept, later, invalid): the lines of steps up to `step`, the lines of later steps,
-    and the invalid lines by line number. A killed process leaves an incomplete line, a power
-    failure zeros.
+    """Sorts the lines of a file of StepLines, whose bytes are `content`, for a run that resumes
+    after step `step`. Returns (kept, later, invalid): the lines of steps up to `step`, the lines of
+    later steps, and the invalid lines by line number. A killed process leaves an incomplete line, a
+    power failure zeros.
     """
     kept, later, bad = [], [], {}
     for number, line in enumerate(content.split(b"\n"), start=1):

@@ -1,5 +1,5 @@
-"""TrainedOrder records the order in which an asynchronous run trains on groups, so that the run can
-be replayed.
+"""A file with the order in which an asynchronous run trains on groups (the rollouts of a prompt),
+so that the run can be replayed.
 """
 
 from dataclasses import asdict
@@ -11,8 +11,9 @@ from rftmega.monitoring.observers.step_lines import StepLines
 
 
 class TrainedOrder(StepLines):
-    """TrainedOrder writes a line per step: the groups that were trained on and dropped, and their
-    policy versions, with the fields of `trainer.trained_order.TrainedGroups`.
+    """TrainedOrder is a callback that writes a line per step: the numbers of the groups that the
+    step trained on and dropped, and the policy versions that sampled their tokens, with the fields
+    of `trainer.trained_order.TrainedGroups`.
     """
 
     what = "learnt groups"
@@ -20,8 +21,9 @@ class TrainedOrder(StepLines):
     def __init__(
         self, path: str | Path, *, prompts_per_step: int, max_staleness: int, warn: bool = False
     ):
-        """`prompts_per_step` and `max_staleness` are written into each line, since a run with other
-        values can't replay this order.
+        """Stores the settings. `path`: the file; `prompts_per_step` and `max_staleness`: these
+        options of the run, which are written into each line, since a run with other values can't
+        replay the order; `warn`: see StepLines.
         """
         super().__init__(path, warn=warn)
         self.sizes = {"prompts_per_step": prompts_per_step, "max_staleness": max_staleness}

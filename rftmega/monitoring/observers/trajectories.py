@@ -1,5 +1,5 @@
-"""Trajectories writes the samples that steps trained on, token by token, into files that `zcat` and
-`tools/view.py` can show.
+"""Files with the samples that steps trained on, token by token, which `zcat` and `tools/view.py`
+can show.
 """
 
 import gzip
@@ -28,8 +28,8 @@ Grading = Callable[[Sequence[int], Sequence[int]], str | None]
 
 
 class Trajectories(Observer):
-    """Trajectories writes folder/step_000123.jsonl.gz, one JSON object per sample (see `records`),
-    after the first and every `every`-th step.
+    """Trajectories is a callback that writes folder/step_000123.jsonl.gz, with one JSON object per
+    sample of the step (see `records`), after the first and every `every`-th step.
 
     A file gets its final name when it is complete. If all files together exceed `most_bytes`, the
     oldest ones are deleted; the newest file is always kept.
@@ -47,10 +47,12 @@ class Trajectories(Observer):
         grading: Grading | None = None,
         warn: bool = False,
     ):
-        """`decode` returns the text of token ids, `pieces` the text of each token. `chat`: the
-        settings by which messages are converted into tokens, written to chat.json. `grading`
-        returns the part of a response that rewards grade. `warn`: a file that can't be written is
-        skipped with a warning instead of an error; see `writing`.
+        """Stores the settings. `decode`: returns the text of token ids; `pieces`: returns the text
+        of each token. `every`: steps from one file to the next; `most_bytes`: limit on all files
+        together. `chat`: the settings by which messages are converted into tokens, written to
+        chat.json. `grading`: returns the part of a response that rewards grade, see Grading.
+        `warn`: whether a file that can't be written is skipped with a warning instead of an error,
+        see `writing`.
         """
         self.warn = warn
         self.folder = Path(folder)
@@ -114,7 +116,8 @@ def name_of(step: int) -> str:
 
 
 def write(path: Path, lines: Iterator[dict[str, Any]]) -> None:
-    """Writes one JSON object per line into a gzip file. Equal lines always give the same bytes.
+    """Writes each of `lines` as a line of JSON into the gzip file `path`. Equal lines always give
+    the same bytes.
 
     Raises OSError if the file can't be written, and then leaves no partial file.
     """
@@ -148,10 +151,12 @@ def records(
     pieces: Callable[[Sequence[int]], list[str]],
     grading: Grading | None = None,
 ) -> Iterator[dict[str, Any]]:
-    """Yields one JSON-serializable object per row of `samples`.
+    """Yields one JSON-serializable object per row (token sequence) of `samples`, the samples that
+    step `step` trained on. `experience`: their old log-probs, advantages and entropies; `decode`:
+    returns the text of token ids; `pieces`: returns the text of each token; `grading`: returns the
+    part of a response that rewards grade. Keys of an object:
 
-    "tokens" holds a list for each quantity, with one value per token of the response.
-
+    "tokens" holds a list for each quantity, with one value per token of the response. In it,
     "chosen" is false for tokens that the environment inserted. Log-probs are in nats; "gap" is the
     engine's log-prob minus the trainer's; null stands for values that are unknown or not finite.
 
@@ -163,9 +168,10 @@ def records(
     only a rollout's last trajectory has it.
 
     "rollout" is the rollout's number. If a rollout has several rows, "trajectory" is the index of
-    this row, from 0, and "trajectories" the number of rows. "turns" have positions among the tokens
-    of the response, "messages" are the prompt's, and "measures" the environment's. Each of these
-    keys is present only if its value is known.
+    this row, from 0, and "trajectories" the number of rows. "turns" lists the turns with their
+    positions among the tokens of the response; "messages" are the prompt's chat messages;
+    "measures" are numbers that the environment reported. Each of these keys is present only if its
+    value is known.
     """
     assert experience.old_logp is not None, "a rollout that was learnt from has been scored"
     shown: set[str] = set()
@@ -218,8 +224,9 @@ def records(
 
 
 def places_of(samples: Samples[Ragged]) -> list[dict[str, int]]:
-    """Returns for each row the number of its rollout ("rollout") and, if the rollout has several
-    rows, the row's index ("trajectory") and the number of rows ("trajectories").
+    """Returns for each row of `samples` which part of which rollout it is: the rollout's number
+    ("rollout") and, if the rollout has several rows, the row's index among them ("trajectory") and
+    their number ("trajectories").
     """
     if samples.rollout is None:
         return [{} for _ in range(len(samples))]
@@ -236,10 +243,11 @@ def places_of(samples: Samples[Ragged]) -> list[dict[str, int]]:
 
 
 def told(samples: Samples[Ragged], row: int, first: int) -> dict[str, Any]:
-    """Returns the turns of a row, the messages of its prompt and the measures of its environment;
-    unknown values have no key.
+    """Returns the turns of a row ("turns"), the chat messages of its prompt ("messages") and the
+    numbers that its environment reported ("measures"); unknown values have no key.
 
-    `first`: position of the response's first token in the row.
+    `row`: index of the row in `samples`; `first`: position of the response's first token in the
+    row.
     """
     turns: Sequence[Turn] = samples.turns[row] if samples.turns else ()
     counted = {name: rounded(each[row].item(), DIGITS) for name, each in samples.measures.items()}
@@ -254,9 +262,12 @@ def told(samples: Samples[Ragged], row: int, first: int) -> dict[str, Any]:
 def graded(
     samples: Samples[Ragged], row: int, place: dict[str, int], grading: Grading | None
 ) -> dict[str, Any]:
-    """Returns {"graded": text} with the part of a row's last assistant turn that `grading` returns,
-    or of the whole response if the row has no turns; an empty dictionary without `grading`, or if
-    the row is not the last of its rollout. `place`: the row's entry of `places_of`.
+    """Returns {"graded": text} with the text that rewards grade in a row's last assistant turn, or
+    in the whole response if the row has no turns; an empty dictionary without `grading`, or if the
+    row is not the last of its rollout.
+
+    `row`: index of the row in `samples`; `place`: the row's entry of `places_of`; `grading`:
+    returns the text for token ids, see Grading.
     """
     if grading is None or place.get("trajectory", 0) + 1 != place.get("trajectories", 1):
         return {}
@@ -270,7 +281,9 @@ def graded(
 
 
 def described_turn(turn: Turn, first: int) -> dict[str, Any]:
-    """Returns a turn as a JSON object. Its positions are relative to the token `first` of the row."""
+    """Returns a turn as a JSON object, with positions relative to `first`, the position of the
+    response's first token in the row.
+    """
     return {
         "role": turn.role,
         "name": turn.name,
@@ -281,8 +294,8 @@ def described_turn(turn: Turn, first: int) -> dict[str, Any]:
 
 
 def messages_in(record: str) -> list[dict[str, Any]]:
-    """Returns the messages of a prompt, given as the prompt's record in JSON; an empty list if the
-    record is empty.
+    """Returns the chat messages of a prompt. `record`: the data record of the prompt as JSON; "" if
+    unknown, for which an empty list is returned.
     """
     prompt = json.loads(record).get("prompt") if record else None
     if isinstance(prompt, str):
@@ -291,8 +304,8 @@ def messages_in(record: str) -> list[dict[str, Any]]:
 
 
 def described(image: Placed, shown: set[str]) -> dict[str, Any]:
-    """Returns an image or a waveform as a JSON object. An image has a thumbnail unless its digest
-    is in `shown`, to which it is then added.
+    """Returns an image or a waveform as a JSON object. An image gets a thumbnail, unless its digest
+    is in `shown`, the digests of images that already had one, to which it is then added.
     """
     found: dict[str, Any] = {
         "digest": image.digest,

@@ -1,5 +1,5 @@
-"""Detection of a process for which all others wait in every step, because of a slow device or a
-busy host.
+"""Detection of a process for which all others wait in every step (straggler), because of a slow
+device or a busy host.
 """
 
 import logging
@@ -20,8 +20,8 @@ log = logging.getLogger(__name__)
 
 
 class Straggler(NamedTuple):
-    """Straggler is a phase of a step with the rank of a process that is much slower in it than the
-    others.
+    """Straggler names a process that is much slower than the others in a phase of a step, by its
+    rank and the phase.
     """
 
     phase: str
@@ -29,8 +29,9 @@ class Straggler(NamedTuple):
 
 
 class Stragglers(Observer):
-    """Stragglers logs a warning about slow processes, on the main process. It runs on every
-    process, after `Throughput`, whose metrics it reads.
+    """Stragglers is a callback that logs a warning, on the main process, about a process that is
+    slow in several successive steps. It runs on every process, after `Throughput`, whose metrics it
+    reads.
     """
 
     def on_start(self, trainer: Any, metrics: Metrics) -> None:
@@ -60,9 +61,9 @@ class Stragglers(Observer):
 
 
 def stragglers(metrics: Metrics) -> list[Straggler]:
-    """Returns the slow processes in one step's metrics. In each phase this is the slowest process
-    if its work takes more than TIMES the median and the difference exceeds SHARE of the step's
-    time.
+    """Returns the slow processes in one step's metrics: for each phase the process with the most
+    work, if its working time is more than TIMES the median and the difference exceeds the share
+    SHARE of the step's time.
     """
     phases = [name.removeprefix("seconds_") for name in metrics if name.startswith("seconds_")]
     step = sum(metrics[f"seconds_{phase}"] for phase in phases)

@@ -21,14 +21,16 @@ MEASURED = ("work", "mib", "idle")  # for each phase, by every process
 
 
 class Throughput(Observer):
-    """Throughput adds performance metrics to each step's metrics. It runs on every process, before
-    the metric writers.
+    """Throughput is a callback that adds performance metrics to each step's metrics. It runs on
+    every process, before the metric writers.
 
     It performs one small collective operation per step.
     """
 
     def __init__(self, *, peak_tflops: float | None):
-        """`peak_tflops`: peak performance of one device; None if unknown."""
+        """Starts measuring. `peak_tflops`: peak performance of one device in TFLOP/s, for the model
+        FLOPs utilization (MFU); None if unknown.
+        """
         self.peak_tflops = peak_tflops
         self.phases: dict[str, dict[str, float]] = {}  # of the current step
         recorder.measuring = True
@@ -90,9 +92,12 @@ class Throughput(Observer):
 
 
 def compared(phases: list[str], everybodys: Tensor) -> Metrics:
-    """Returns metrics of the measurements `everybodys` [ranks, phases, MEASURED]: for each phase
-    the mean, the lower median and the maximum of the work (seconds), the rank with the maximum, and
-    the largest memory (MiB); for the update also the mean pipeline idle share.
+    """Returns metrics that compare the processes in each phase of a step: the mean, the lower
+    median and the maximum of the working time (seconds), the rank with the maximum, and the largest
+    memory (MiB); for the phase "update" also the mean pipeline idle share.
+
+    `phases`: the phases' names; `everybodys`: the measurements of all processes, [ranks, phases,
+    MEASURED].
     """
     found: Metrics = {}
     for name, (work, mib, idle) in zip(phases, everybodys.permute(1, 2, 0), strict=True):

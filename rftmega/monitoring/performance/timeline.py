@@ -22,7 +22,9 @@ PHASES = "phases"  # a separate thread in the trace
 
 
 class Told(NamedTuple):
-    """Told holds the recorded spans of one process, its label and the offset of its clock."""
+    """Told holds the spans (timed stretches of work) that one process has recorded, the process's
+    label and the offset of its clock.
+    """
 
     label: str
     spans: Sequence[Span]
@@ -30,12 +32,15 @@ class Told(NamedTuple):
 
 
 class Timeline(Observer):
-    """Timeline records the steps `first` to `last` and then writes them, for example to
-    folder/steps_000003_000005.json. It runs on every process, after all other callbacks.
+    """Timeline is a callback that records the work of all processes in the steps `first` to `last`
+    and then writes it, for example to folder/steps_000003_000005.json. It runs on every process,
+    after all other callbacks.
     """
 
     def __init__(self, folder: str | Path, first: int, last: int, *, label: str):
-        """`label`: description of this process, which the trace shows."""
+        """Stores the settings. `folder`: folder of the file; `first` and `last`: the range of
+        steps; `label`: description of this process, which the trace shows.
+        """
         self.folder, self.first, self.last, self.label = Path(folder), first, last, label
 
     def on_start(self, trainer: Any, metrics: Metrics) -> None:
@@ -78,8 +83,8 @@ class Timeline(Observer):
 
 
 def write(path: Path, everybody: Sequence[Told]) -> None:
-    """Writes the trace of all processes, one event per line. The file gets its final name when it
-    is complete.
+    """Writes the trace of all processes to `path`, one event per line. `everybody`: the recorded
+    spans of each process, by rank. The file gets its final name when it is complete.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".{path.name}.draft")
@@ -91,8 +96,9 @@ def write(path: Path, everybody: Sequence[Told]) -> None:
 
 
 def events(everybody: Sequence[Told]) -> Iterator[dict[str, Any]]:
-    """Yields the events of the trace. Processes are numbered by rank, threads by the order of their
-    names; times are in microseconds since the first span, by the clock of the first process.
+    """Yields the events of a trace in Chrome's format. `everybody`: the recorded spans of each
+    process, by rank. Processes are numbered by rank, threads by the order of their names; times are
+    in microseconds since the first span, by the clock of the first process.
     """
     begin = min(
         (span.begin - told.offset.ahead for told in everybody for span in told.spans), default=0

@@ -1,5 +1,5 @@
-"""Base class of in-process inference engines: sleep and wake, weight versions, and the refusal to
-generate before weights were pushed.
+"""Base class of inference engines: sleep and wake, weight versions, and the refusal to generate
+before the trainer has pushed (synchronised) its weights.
 """
 
 import sys
@@ -23,17 +23,20 @@ def _nobody(numbers: Sequence[int], completions: Sequence[Completion]) -> None: 
 
 
 class EngineStatus(Enum):
-    """EngineStatus is whether an engine has device memory allocated: WAKEUP if so, else SLEEPED."""
+    """EngineStatus tells whether an engine has device memory allocated for weights or KV cache:
+    WAKEUP if so, else SLEEPED.
+    """
 
     SLEEPED = 0
     WAKEUP = 1
 
 
 class Engine(ABC):
-    """Engine is one process's handle of an inference engine.
+    """Engine is the handle through which one trainer process uses an inference engine: it generates
+    completions and receives the policy's weights by pushes (weight syncs).
 
-    `version` is the version of the policy's weights that the engine generates with; None before a
-    push.
+    `version` is the version of the policy's weights that the engine generates with; None if no push
+    came since the engine started or slept.
     """
 
     slots = sys.maxsize  # completions that it generates concurrently
@@ -47,10 +50,12 @@ class Engine(ABC):
         self._held: set[str] = {"weights", "kv_cache"}  # what is in device memory
 
     def weight_sync(self, shards: Sequence[Shard], *, bucket_bytes: int) -> WeightSync:
-        """Returns the WeightSync that pushes the policy's shards to the engines of all processes; a
-        collective. `bucket_bytes`: most bytes that are sent at a time.
+        """Plans weight pushes and returns the WeightSync whose `push` sends the policy's weights to
+        the engines of all processes; a collective. Drops the engine's weights and puts the engine
+        to sleep.
 
-        Planning the push drops the engine's weights and puts the engine to sleep.
+        `shards`: the local tensors of the policy, with the blocks of HF tensors in them.
+        `bucket_bytes`: most bytes that are sent at a time.
         """
         sync = weights.EngineWeights(shards, self, bucket_bytes=bucket_bytes)
         self.sleep()
@@ -59,8 +64,12 @@ class Engine(ABC):
     def adapter_sync(
         self, frozen: Sequence[Shard], adapters: AdapterSource, *, bucket_bytes: int
     ) -> WeightSync:
-        """Returns the WeightSync that pushes the shards of a frozen base model and its adapters
-        separately; a collective like `weight_sync`.
+        """Plans weight pushes for a frozen base model with trained LoRA adapters and returns their
+        WeightSync; a collective like `weight_sync`. The adapters are sent separately, without
+        merging them into the base model.
+
+        `frozen`: the local tensors of the base model. `adapters`: source of the adapters' tensors
+        at each push. `bucket_bytes`: most bytes that are sent at a time.
         """
         base = self.weight_sync(frozen, bucket_bytes=bucket_bytes)
         return weights.AdapterWeights(base, adapters, self, bucket_bytes=bucket_bytes)
@@ -77,11 +86,12 @@ class Engine(ABC):
         sampling: Sampling,
         finished: Finished = _nobody,
     ) -> list[Completion]:
-        """Generates one completion per prompt, each sampled with its own seed; temperature 0 is
-        greedy. Returns the completions in the order of the prompts.
+        """Generates one completion per prompt, with the seed in `seeds` at the prompt's index;
+        temperature 0 is greedy. Returns the completions in the order of the prompts.
 
-        `finished(numbers, completions)` is called when completions end, while other completions are
-        still being generated; a number is the index of a prompt. Raises the same errors as `serve`.
+        `finished(numbers, completions)` is called whenever completions end, while the engine still
+        generates others; `numbers` are the indices of their prompts. Raises the same errors as
+        `serve`.
         """
         batch = PromptBatch(prompts, seeds, finished)
         self.serve(batch, sampling=sampling)
@@ -89,11 +99,12 @@ class Engine(ABC):
 
     @spanned("generate")
     def serve(self, requests: Requests, *, sampling: Sampling) -> None:
-        """Serves requests until none are left or `requests.stopped` returns True; unfinished
-        requests are then aborted. Wakes a sleeping engine.
+        """Generates completions for the requests that `requests.take` returns, and passes them to
+        `requests.finished`, until there are no more requests or `requests.stopped` returns True;
+        unfinished requests are then aborted. Wakes a sleeping engine.
 
         Raises EngineError if no weights were pushed since the start or the last sleep; EngineFault
-        if the engine broke down, after which `restart` and a push may help.
+        if the engine broke down, after which `restart` and a new push may help.
         """
         if self.version is None:
             raise EngineError(
@@ -104,11 +115,11 @@ class Engine(ABC):
 
     @spanned("load weights")
     def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]], *, version: int) -> None:
-        """Replaces all weights by `named_tensors` (HF names and shapes). The engine can't generate
-        until the last tensor has been loaded.
+        """Replaces all weights by `named_tensors` (HF names and shapes), as the weights of the
+        policy's version `version`. The engine can't generate until the last tensor has been loaded.
 
-        On a sleeping engine, allocates memory only for the weights, so that the KV cache need not
-        fit next to the trainer yet.
+        A sleeping engine allocates memory only for the weights, since the KV cache may not fit next
+        to the trainer yet.
         """
         self.invalidate()
         self.has_weights = False
@@ -117,23 +128,26 @@ class Engine(ABC):
         self.version, self.has_weights = version, True
 
     def load_adapter(self, pairs: dict[str, Tensor], said: dict[str, Any], *, version: int) -> None:
-        """Replaces the adapter: `pairs` are its matrices by PEFT name, `said` is PEFT's adapter
-        config. Only engines that were built for an adapter support this.
+        """Replaces the LoRA adapter of the policy by that of version `version`. `pairs`: its A and
+        B matrices, by PEFT name; `said`: PEFT's adapter config as a dictionary.
+
+        Raises NotImplementedError if the class of the engine does not support adapters.
         """
         self.invalidate()
         self._load_adapter(pairs, said)
         self.version = version
 
     def use_adapter(self, adapter: str) -> None:
-        """Selects the adapter that later requests are served with, by name; "" is the policy's
-        adapter. Raises NotImplementedError if the engine was not built for several adapters.
+        """Selects the LoRA adapter of all later requests by its name; "" is the policy's adapter.
+        Raises NotImplementedError for any other name if the class of the engine supports no further
+        adapters.
         """
         if adapter:
             raise NotImplementedError(f"{type(self).__name__} has no other adapters.")
 
     def trace_load(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Loads tensors that only record which of their elements are read, to plan a push; the
-        engine's weights are lost.
+        """Loads `named_tensors`, special tensors that record which of their elements the engine
+        reads, so that a push can send just these elements. The engine's weights are lost.
         """
         self.invalidate()
         self.has_weights = False
@@ -141,20 +155,18 @@ class Engine(ABC):
         self._load_weights(named_tensors)
 
     def invalidate(self) -> None:
-        """Marks the weights as invalid: the engine refuses requests until the
-        next complete push.
-        """
+        """Marks the weights as invalid: the engine refuses requests until a push is complete."""
         self.version = None
 
     def restart(self) -> None:
-        """Resets the engine after a fault of this or another engine: puts it to sleep, so that it
-        needs a push.
+        """Resets the engine after it or another engine of the run broke down: puts the engine to
+        sleep, so that the next request needs a push first.
         """
         self.sleep()
 
     def sleep(self) -> None:
-        """Frees the engine's device memory. The weights are dropped, so a push must come before the
-        next request.
+        """Frees the engine's device memory, including the weights: the next request needs a push
+        first.
         """
         if self._held:
             with span("sleep"):

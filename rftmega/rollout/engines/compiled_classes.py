@@ -1,8 +1,10 @@
-"""Keeps vLLM's changes to classes of transformers away from the trainer in the same process.
+"""Keeps vLLM's changes to model classes of the transformers library away from a trainer in the same
+process.
 
-For an architecture without a class of its own, vLLM builds the model of transformers and turns that
-class into one that torch.compile handles: it adds a base class, `__init__` and `__call__`. A trainer's
-model of the same class would then fail in its next forward pass, and no further one could be built.
+For an architecture that vLLM does not implement itself, vLLM builds the transformers model and
+changes its class so that torch.compile handles it: it adds a base class, `__init__` and `__call__`.
+A trainer's model of the same class would then fail in its next forward pass, and no further one
+could be built.
 """
 
 from collections.abc import Callable, Iterator
@@ -16,21 +18,25 @@ _MISSING = object()
 
 
 class _Before(NamedTuple):
-    """_Before holds what a class was before vLLM changed it."""
+    """_Before holds the base classes and attributes that a class had before vLLM changed it."""
 
     bases: tuple[type, ...]
     attributes: dict[str, Any]
 
 
 class ChangedClasses:
-    """ChangedClasses collects the classes that vLLM changes while it builds a model."""
+    """ChangedClasses records the classes of transformers that vLLM changes while it builds a model,
+    and undoes the changes for all other models.
+    """
 
     def __init__(self) -> None:
         self._before: dict[type, _Before] = {}
 
     @contextmanager
     def collected(self) -> Iterator[None]:
-        """Collects the classes that vLLM changes in this block; restores them if the block fails."""
+        """Context manager around the construction of vLLM's model: records the classes that vLLM
+        changes in it, and restores these classes if the block fails.
+        """
         models: Any = transformers_models
         decorator = models.support_torch_compile
 
@@ -54,7 +60,9 @@ class ChangedClasses:
             models.support_torch_compile = decorator
 
     def give_to(self, model: Module) -> None:
-        """Moves the changes to subclasses which only vLLM's `model` uses, and restores the classes."""
+        """Restores the changed classes, and gives `model`, vLLM's model, subclasses of them that
+        have the changes.
+        """
         for of, before in self._before.items():
             changes = {
                 name: value

@@ -1,10 +1,10 @@
-"""Captures the experts that vLLM's MoE routers choose, on platforms where vLLM does not report
-them.
+"""Captures the experts that vLLM's MoE routers choose for each token, on platforms where vLLM does
+not report them. The trainer replays these routes.
 
 vLLM reports routes (`enable_return_routed_experts`) only in its second model runner, which needs
 CUDA or Triton. On a CPU, a hook on each router records the routes. The tokens of an engine step are
 ordered by request. Tokens found in the prefix cache were routed when the cache was filled, so
-routes are also stored by cache slot.
+routes are also stored by KV-cache slot.
 """
 
 from collections.abc import Callable
@@ -20,12 +20,14 @@ from rftmega.core.expert_routes import RoutedModel
 
 
 class CapturedRoutes:
-    """CapturedRoutes holds the expert routes of running requests in one process of an engine."""
+    """CapturedRoutes holds, in one process of an engine, the experts that each MoE layer chose for
+    the tokens of the running requests.
+    """
 
     def __init__(self, model: Any, runner: Any, routed: RoutedModel, row_tokens: int):
-        """`model`: vLLM's module; `runner`: vLLM's first model runner, whose steps are hooked;
-        `routed`: the layers and experts of the MoE model; `row_tokens`: most tokens of a request,
-        prompt and completion together.
+        """Hooks the routers of vLLM's module `model`, and the steps of `runner`, vLLM's first model
+        runner. `routed`: the numbers of MoE layers and experts; `row_tokens`: most tokens of a
+        request, prompt and completion together.
         """
         self._runner, self._shape = runner, (len(routed.layers), routed.active)
         self._row_tokens = row_tokens
@@ -55,8 +57,9 @@ class CapturedRoutes:
         return note
 
     def take(self, request: str, fed: int) -> Tensor:
-        """Removes and returns the routes of the finished or aborted request `request`, [fed,
-        layers, experts per token]. `fed`: number of tokens that the model processed for it.
+        """Removes and returns the expert routes of a finished or aborted request, [fed, layers,
+        experts per token]. `request`: vLLM's id of the request; `fed`: number of its tokens that
+        the model processed.
 
         Raises EngineError if the routes were not captured.
         """
@@ -71,8 +74,8 @@ class CapturedRoutes:
         self._by_slot = self._nothing(0)
 
     def _sort(self, tokens: dict[str, int]) -> None:
-        """Assigns the routes of an engine step to its requests. `tokens`: the number of tokens
-        computed for each request.
+        """Assigns the routes recorded in an engine step to the step's requests. `tokens`: number of
+        tokens that the step computed, by vLLM's request id.
         """
         if not self._step:
             return
@@ -93,8 +96,8 @@ class CapturedRoutes:
             begin += count
 
     def _slots(self, number: int, length: int) -> Tensor:
-        """Returns the KV-cache slots of the first `length` positions of request number `number` in
-        the batch.
+        """Returns the KV-cache slots, as indices, of the first `length` tokens of the request with
+        index `number` in vLLM's current batch.
         """
         table = self._runner.input_batch.block_table[0]
         positions = torch.arange(length)

@@ -1,4 +1,6 @@
-"""Converts requests with images and videos to vLLM prompts."""
+"""Converts requests with images and videos to vLLM prompts, and checks that vLLM preprocesses
+images as the trainer does.
+"""
 
 import hashlib
 from collections.abc import Mapping
@@ -21,10 +23,10 @@ DEPTH = 3  # frames of the video compared at the start
 
 def prompt_of(request: Request) -> dict[str, Any]:
     """Returns the request as a vLLM prompt: token ids with one placeholder per image or video,
-    which vLLM's processor expands, and the media with their digests, so that an image shared by a
-    group is processed once.
+    which vLLM's processor expands, and the decoded media. Their digests serve as vLLM's cache keys,
+    so that an image shared by a group of requests is processed once.
 
-    Raises EngineError for an image that is given only as patches.
+    Raises EngineError for an image that is given only as preprocessed patches.
     """
     if not request.images:
         return {"prompt_token_ids": list(request.token_ids)}
@@ -42,8 +44,8 @@ def prompt_of(request: Request) -> dict[str, Any]:
 
 
 def decoded_source(image: PlacedImage) -> Any:
-    """Returns the decoded image or video. Raises EngineError for an image that is given only as
-    patches.
+    """Returns the decoded image or video, see `decoded`. Raises EngineError if it is given only as
+    preprocessed patches, which vLLM can't read.
     """
     if isinstance(image.source, torch.Tensor):
         raise EngineError(
@@ -54,8 +56,9 @@ def decoded_source(image: PlacedImage) -> Any:
 
 @lru_cache(maxsize=16)  # samples of one group are requested together
 def decoded(source: str | bytes, frames: Frames | None, digest: str) -> Any:
-    """Returns the image as a PIL image, or the video in vLLM's form: (chosen frames, metadata).
-    `frames`: None for an image. The last results are cached.
+    """Returns the image as a PIL image, or the video as vLLM expects it: (chosen frames, metadata).
+    `source`: path or encoded bytes; `frames`: the frames to read from a video, None for an image;
+    `digest`: the digest that the content must have. The last 16 results are cached.
     """
     if frames is None:
         return read_image(source, digest)
@@ -74,8 +77,9 @@ def metadata_of(frames: Frames) -> dict[str, Any]:
 
 
 def check_expanded(request: Request, token_ids: Any) -> None:
-    """Raises EngineError if `token_ids`, to which vLLM expanded the request's prompt, differ from
-    the trainer's: vLLM's processor then makes other features of an image.
+    """Raises EngineError if vLLM expanded the image placeholders of the request's prompt to other
+    token ids (`token_ids`) than the trainer: vLLM's processor then also computes other image
+    features.
     """
     if request.images and list(token_ids) != list(request.token_ids):
         raise EngineError(
@@ -85,16 +89,17 @@ def check_expanded(request: Request, token_ids: Any) -> None:
 
 
 def placeholders(processor: ImageProcessor, *, videos: bool) -> dict[str, int]:
-    """Returns the placeholder token of each media kind to compare: "image", and with `videos` also
-    "video".
+    """Returns the token id that stands for an image in a prompt, under "image", and with `videos`
+    also the one for a video, under "video".
     """
     found = {"image": processor.placeholder}
     return found | {"video": processor.video_placeholder} if videos else found
 
 
 def samples_of_vllm(renderer: Any, tokens: Mapping[str, int]) -> dict[str, str]:
-    """Returns checksums of the patches that vLLM makes of a sample image and video, by media kind.
-    `tokens`: the placeholder token of each media kind to compare.
+    """Returns checksums of the patches that vLLM's preprocessing makes of a built-in sample image
+    and video, by media kind ("image", "video"). `renderer`: vLLM's renderer, which has the
+    processor; `tokens`: placeholder token of each media kind to include.
     """
     image, film = _samples()
     frames = Frames(tuple(range(DEPTH)), DEPTH, 2.0, 1.0, (0,), 1)
@@ -105,8 +110,8 @@ def samples_of_vllm(renderer: Any, tokens: Mapping[str, int]) -> dict[str, str]:
 
 
 def check_samples(theirs: Mapping[str, str], processor: ImageProcessor) -> None:
-    """Raises EngineError if the trainer makes other patches of the sample image and video than
-    vLLM. `theirs`: the result of `samples_of_vllm`.
+    """Raises EngineError if vLLM's preprocessing and the trainer's `processor` make different
+    patches of the sample image and video. `theirs`: vLLM's checksums from `samples_of_vllm`.
 
     Image processors with another backend (e.g. of torchvision) scale images slightly differently,
     without any error.
@@ -124,7 +129,9 @@ def check_samples(theirs: Mapping[str, str], processor: ImageProcessor) -> None:
 
 
 def _samples() -> tuple[Any, np.ndarray]:
-    """Returns a sample image and the frames of a sample video, both computed."""
+    """Returns a small sample image (PIL) and the frames of a sample video, [frames, height, width,
+    3], both filled with computed values.
+    """
     from PIL import Image
 
     width, height = SAMPLE
@@ -134,7 +141,10 @@ def _samples() -> tuple[Any, np.ndarray]:
 
 
 def _made(renderer: Any, placeholder: int, kind: str, content: Any) -> Any:
-    """Returns the model inputs that vLLM makes of the image or video `content`."""
+    """Returns the model inputs (`mm_kwargs`) that vLLM's processor makes of one image or video.
+    `renderer`: vLLM's renderer, which has the processor; `placeholder`: the token that stands for
+    `content` in a prompt; `kind`: "image" or "video".
+    """
     from vllm.multimodal.processing import ProcessorInputs, TimingContext
 
     own = renderer.mm_processor
@@ -145,6 +155,6 @@ def _made(renderer: Any, placeholder: int, kind: str, content: Any) -> Any:
 
 
 def _sum(patches: torch.Tensor) -> str:
-    """Returns a text with dtype, shape and SHA-256 of the patches."""
+    """Returns a checksum text of the patches: dtype, shape and SHA-256."""
     content = patches.contiguous().view(torch.uint8).numpy().tobytes()
     return f"{patches.dtype} {list(patches.shape)} {hashlib.sha256(content).hexdigest()}"

@@ -1,5 +1,5 @@
-"""Passes pixels from the trainer's process to a vLLM server on the same host
-through shared memory.
+"""vLLM media connector that reads the pixels of images and videos from shared memory, where the
+trainer's process on the same host has written them.
 """
 
 import asyncio
@@ -12,16 +12,16 @@ from rftmega.rollout.engines.shared_media import SharedPixels
 
 
 class SharedMediaConnector:
-    """SharedMediaConnector replaces vLLM's media connector: it reads pixels from shared memory
-    instead of from files or URLs.
+    """SharedMediaConnector replaces vLLM's media connector in a server: it reads decoded images and
+    videos from shared memory, where the trainer wrote them, instead of from files or URLs.
     """
 
     def __init__(self, **given: Any):
-        """Accepts the arguments of vLLM's connector and ignores them."""
+        """Accepts the arguments of vLLM's connector (`given`) and ignores them."""
 
     async def fetch_image_async(self, image_url: str, **given: Any) -> Any:
-        """Returns the image as a PIL image. `image_url`: the location in shared memory
-        (`SharedPixels.told`).
+        """Returns the image as a PIL image. `image_url`: JSON with its location in shared memory
+        (`SharedPixels.told`); vLLM's other arguments (`given`) are ignored.
         """
         return await asyncio.to_thread(_image, image_url)
 
@@ -29,7 +29,8 @@ class SharedMediaConnector:
         self, video_url: str, **given: Any
     ) -> tuple[np.ndarray, dict[str, Any] | None]:
         """Returns the video's frames [F, H, W, 3] and the metadata that vLLM expects. `video_url`:
-        the location in shared memory (`SharedPixels.told`).
+        JSON with its location in shared memory (`SharedPixels.told`); vLLM's other arguments
+        (`given`) are ignored.
         """
         return await asyncio.to_thread(_video, video_url)
 

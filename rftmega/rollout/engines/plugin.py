@@ -1,5 +1,5 @@
-"""Registers this project's extensions in vLLM's processes, as the entry point
-`vllm.general_plugins` in setup.py.
+"""Registers this project's extensions in vLLM's processes: vLLM calls `register` as a plugin, by
+the entry point `vllm.general_plugins` in setup.py.
 """
 
 TRANSPORTS = {  # name of a weight transport -> module and class that receive

@@ -1,5 +1,5 @@
-"""Engine without a model: generates random completions from seeds, equal on every process and
-parallel layout.
+"""Engine without a model, for tests of the trainer: random completions that depend only on seeds,
+equal on every process and parallel layout.
 """
 
 from collections import defaultdict, deque
@@ -17,7 +17,7 @@ from rftmega.rollout.requests.partial_completion import PartialCompletion
 
 
 def _first(completion: Completion, tokens: int) -> PartialCompletion:
-    """Returns the first `tokens` tokens of a completion as a PartialCompletion."""
+    """Returns the first `tokens` tokens of a completion, with log-probs, as a PartialCompletion."""
     whole = PartialCompletion.of(completion)
     return PartialCompletion(
         whole.token_ids[:tokens], whole.logprobs[:tokens], whole.of_tokens[:tokens]
@@ -28,8 +28,8 @@ class ScriptedEngine(Engine):
     """ScriptedEngine generates random token ids, lengths and log-probs that depend only on the seed
     of a request. It reads every pushed tensor and stores none.
 
-    Each step adds one token to each of at most rollout.max_batch completions, which start in the
-    order of the requests; `steps` counts the steps.
+    Each step adds one token to each running completion, at most rollout.max_batch at a time; they
+    start in the order of the requests. `steps` counts the steps so far.
     """
 
     def __init__(self, config: RolloutConfig, *, vocabulary: int, stop_ids: Sequence[int]):
@@ -71,7 +71,9 @@ class ScriptedEngine(Engine):
                 break
 
     def _cut(self, request: Request) -> Completion:
-        """Returns the completion of a request, truncated to the request's token limit."""
+        """Returns the random completion for a request's seed, truncated to the request's token
+        limit.
+        """
         whole = self._completion(request.seed)
         most = request.limit(self.longest)
         if most >= len(whole.token_ids):

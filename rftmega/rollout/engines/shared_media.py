@@ -23,7 +23,7 @@ THREADS = 4  # for decoding
 
 class SharedPixels(NamedTuple):
     """SharedPixels is the location in shared memory of the pixels of an image [H, W, 3] or a video
-    [F, H, W, 3].
+    [F, H, W, 3]: the name of the memory and the shape.
     """
 
     memory: str
@@ -35,7 +35,9 @@ class SharedPixels(NamedTuple):
 
     @staticmethod
     def heard(said: str) -> "SharedPixels":
-        """Parses a location that `told` has written. Raises ValueError for any other text."""
+        """Parses `said`, the JSON that `told` returned for a location. Raises ValueError for any
+        other text.
+        """
         try:
             found = json.loads(said)
             memory, shape = found["memory"], tuple(map(int, found["shape"]))
@@ -44,16 +46,16 @@ class SharedPixels(NamedTuple):
             raise ValueError(f"{said[:80]!r} names no pixels of ours") from error
 
     def read(self) -> np.ndarray:
-        """Returns a copy of the pixels. Raises ValueError if the name is not of memory that the
-        trainer created (`shared.attach`).
+        """Returns a copy of the pixels (uint8). Raises ValueError if the memory was not created by
+        the trainer (`shared.attach`).
         """
         mapped = shared.attach(self.memory, math.prod(self.shape))
         return np.frombuffer(mapped, dtype=np.uint8).reshape(self.shape).copy()
 
 
 class SharedMedia:
-    """SharedMedia holds one copy in shared memory of each image and video that a running request
-    uses.
+    """SharedMedia holds one decoded copy in shared memory of each image and video that a running
+    request uses.
     """
 
     def __init__(self) -> None:
@@ -63,8 +65,10 @@ class SharedMedia:
 
     @asynccontextmanager
     async def shown(self, request: Request) -> AsyncIterator[list[dict[str, str]]]:
-        """Yields the entries of `content_parts` for a request to vLLM's `/inference/v1/generate`;
-        the shared memory stays allocated until the block ends.
+        """Context manager that writes the request's images and videos to shared memory and yields
+        the `content_parts` of a request to vLLM's `/inference/v1/generate`, which name their
+        locations. The memory is freed at the end of the block, unless another running request uses
+        it.
 
         Raises DataError for a file that can't be read any more, EngineError for an image that is
         given only as patches.

@@ -1,5 +1,5 @@
-"""Reference engine on `transformers`, which tests compare other engines with: it generates one
-sequence and one token at a time.
+"""Reference engine on the transformers library, with which tests compare the other engines: it
+generates one sequence and one token at a time.
 """
 
 from collections import Counter, deque
@@ -60,8 +60,8 @@ KINDS_OF_MEDIA = (
 
 
 def named_as_in_a_folder(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Returns the tensors of `model` under their names in safetensors checkpoints, with each expert
-    separate.
+    """Returns the parameters and saved buffers of `model` under the names that they have in
+    safetensors checkpoints, with one tensor per expert and matrix.
 
     transformers holds a layer's experts in two tensors: gate_up_proj [experts, 2 x inner, hidden]
     and down_proj [experts, hidden, inner]. Views are returned, so that writing into one fills the
@@ -92,13 +92,13 @@ def named_as_in_a_folder(model: PreTrainedModel) -> dict[str, Tensor]:
 
 
 def _memory(tensor: Tensor) -> int:
-    """Returns the address of a tensor's storage; tied parameters have the same address."""
+    """Returns the address of a tensor's storage, which is the same for tied parameters."""
     return tensor.untyped_storage().data_ptr()
 
 
 class TransformersEngine(Engine):
-    """TransformersEngine generates with transformers' own fp32 model; the fast engines are tested
-    against it.
+    """TransformersEngine generates with the transformers library's own fp32 model, one token of one
+    request at a time; the fast engines are tested against it.
     """
 
     slots = 1
@@ -112,8 +112,9 @@ class TransformersEngine(Engine):
         where: torch.device,
         routed: RoutedModel | None = None,
     ):
-        """`where`: device of the model. `routed`: the MoE model whose expert routes are recorded;
-        None: no routes are recorded.
+        """`folder`: Hugging Face folder of the model; its weights are not loaded, since a push
+        brings them. `stop_ids`: tokens that end a completion. `where`: device of the model.
+        `routed`: the MoE model whose expert routes are recorded; None: no routes are recorded.
         """
         super().__init__()
         self.longest, self.row_tokens = config.max_response_tokens, config.max_row_tokens
@@ -146,8 +147,9 @@ class TransformersEngine(Engine):
                     module.register_forward_hook(self._note_routes)
 
     def _note_routes(self, router: Module, given: Any, told: tuple[Tensor, Tensor, Tensor]) -> None:
-        """Records the experts that a router has chosen, [tokens, experts per token], largest weight
-        first. This is a forward hook; `told` is the router's output.
+        """Forward hook of a MoE router: records the experts that the router chose, [tokens, experts
+        per token], largest weight first. `given`: the router's input; `told`: its output (logits,
+        weights, experts).
         """
         _, weights, experts = told
         order = weights.argsort(dim=-1, descending=True, stable=True)
@@ -164,8 +166,8 @@ class TransformersEngine(Engine):
                 break
 
     def _media(self, request: Request) -> dict[str, Tensor]:
-        """Returns the keyword arguments of the model for the prompt's images, videos and waveforms;
-        {} for a text-only model.
+        """Returns the model inputs (keyword arguments) for the images and videos, or the waveforms,
+        of the request's prompt; {} if there are none.
         """
         if self.audio_processor is not None:
             return self._heard(request, self.audio_processor)
@@ -194,8 +196,8 @@ class TransformersEngine(Engine):
         }
 
     def _positions(self, request: Request) -> Tensor | None:
-        """Returns position ids [3, 1, tokens] of the prompt and the longest completion; None for a
-        text-only model.
+        """Returns position ids [3, 1, tokens], as multimodal rotary embeddings need them, for the
+        request's prompt and the longest possible completion; None for a model without images.
 
         The ids are passed explicitly, since transformers computes other positions after a long
         video.
@@ -254,8 +256,8 @@ class TransformersEngine(Engine):
 
     @torch.no_grad()
     def _load_weights(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Loads the weights into the model. Raises WeightMismatch if a tensor is unknown, has
-        another shape, comes twice or is missing.
+        """Loads the policy's weights, by HF name, into the model. Raises WeightMismatch if a tensor
+        is unknown, has another shape, comes twice or is missing.
         """
         own, others = named_as_in_a_folder(self.model), ConvertedNames(self.model)
         # number of elements still missing, by storage

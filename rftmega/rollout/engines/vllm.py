@@ -1,4 +1,5 @@
-"""vLLM inside the trainer's own processes. One engine uses `rollout.tensor` consecutive ranks.
+"""vLLM engine inside the trainer's own processes, on the same devices. One engine uses
+`rollout.tensor` consecutive ranks (tensor parallelism).
 
 Weights are always loaded through vLLM's own reload, since vLLM repacks parameters after loading;
 parameters are never written directly.
@@ -75,8 +76,8 @@ from rftmega.weights.receivers.reload import (  # noqa: E402
 
 
 def _share_cores(world: World) -> None:
-    """Assigns one CPU core to each local rank through vLLM's environment variable, by which the
-    ranks of an engine find their cores; they must not share one.
+    """Binds each local rank to a CPU core of its own through VLLM_CPU_OMP_THREADS_BIND, since the
+    ranks of an engine must not share a core.
     """
     cores = sorted(os.sched_getaffinity(0))
     os.environ.setdefault(
@@ -86,10 +87,9 @@ def _share_cores(world: World) -> None:
 
 
 def _unlink_shared_memory(world: World, size: int, *, mine: bool) -> None:
-    """Deletes the engine's shared memory files. On a CPU, an engine's ranks communicate through
-    shared memory with the same name in every run, and the leftover files of a killed run would keep
-    the next run from starting. So the files are deleted before a start and as soon as all ranks
-    have joined.
+    """Deletes the files in /dev/shm through which the ranks of an engine on a CPU communicate. They
+    have the same names in every run, and files left by a killed run would keep the next run from
+    starting. So they are deleted before a start and again as soon as all ranks have joined.
 
     `size`: ranks of the engine. `mine`: whether this engine created the files; otherwise files that
     a living process maps are kept.
@@ -112,26 +112,26 @@ def _is_mapped(file: Path) -> bool:
 
 
 def _itself(model: Any) -> Any:
-    """Returns the model unchanged; `LLM.apply_model` needs a function."""
+    """Returns `model` unchanged; passed to `LLM.apply_model`, which then returns the model."""
     return model
 
 
 def _logprobs(completion: Any) -> list[float]:
-    """Returns the log-prob of each sampled token of a vLLM completion."""
+    """Returns the log-prob of each sampled token of `completion`, a vLLM CompletionOutput."""
     pairs = zip(completion.token_ids, completion.logprobs or (), strict=True)
     return [at[token].logprob for token, at in pairs]
 
 
 class RunningRequest(NamedTuple):
-    """RunningRequest is a request that vLLM is generating."""
+    """RunningRequest is a request that vLLM is generating a completion for."""
 
     name: str  # vLLM's internal id
     tokens: int  # of its prompt
 
 
 class VLLMEngine(Engine):
-    """VLLMEngine generates completions with vLLM: token ids from token ids, with log-probs under
-    the sampling distribution.
+    """VLLMEngine generates completions with vLLM in the trainer's process. Prompts and completions
+    are token ids; the log-probs are of the sampling distribution (after temperature, top-p, ...).
     """
 
     def __init__(
@@ -150,10 +150,12 @@ class VLLMEngine(Engine):
         """Builds vLLM, whose weights are random until a push; a collective over the engine's
         processes.
 
-        `adapter_rank`: rank of the LoRA adapter to serve; 0: none. `evaluated`: PEFT folders of
-        further adapters of at most that rank, by name; an empty folder name means the base model.
-        `routed`: the MoE model whose expert routes are recorded; None: no routes are recorded.
-        `unquantised`: modules that keep their precision under rollout.quantization.
+        `folder`: Hugging Face folder of the model. `stop_ids`: tokens that end a completion.
+        `adapter_rank`: rank of the LoRA adapter to serve; 0: none. `evaluated`: further adapters
+        for evaluation, name -> PEFT folder, of at most that rank; an empty folder means the base
+        model. `routed`: the MoE model whose expert routes are recorded; None: no routes are
+        recorded. `unquantised`: names of modules that keep their precision under
+        rollout.quantization.
         """
         super().__init__()
         self._folder = folder
@@ -228,7 +230,8 @@ class VLLMEngine(Engine):
 
     def _read_model(self, world: World, *, on_cuda: bool) -> None:
         """Checks that vLLM preprocesses images and waveforms as the trainer does, and prepares
-        access to the model's parameters and routers.
+        access to the parameters (to write pushes) and to the MoE routers (to record routes).
+        `on_cuda`: whether the engine runs on a GPU.
         """
         config = self.config
         if sees(self._folder):
@@ -302,8 +305,8 @@ class VLLMEngine(Engine):
         )
 
     def _waiting(self) -> int:
-        """Returns how many requests wait for space in the KV cache. While any wait, the engine
-        takes no new requests, since these may start sooner on another engine.
+        """Returns how many requests wait for space in the KV cache. While there are any, the engine
+        takes no new requests, since those may start sooner on another engine.
         """
         waiting: int = self._llm.llm_engine.engine_core.engine_core.scheduler.get_request_counts()[
             1
@@ -311,7 +314,7 @@ class VLLMEngine(Engine):
         return waiting
 
     def _step(self) -> list[Any]:
-        """Runs one step of the engine. Returns the outputs of the requests that finished in it.
+        """Runs one step of vLLM. Returns vLLM's outputs for the requests that finished in it.
 
         Raises EngineFault for any error in vLLM: invalid requests were refused before.
         """
@@ -328,8 +331,8 @@ class VLLMEngine(Engine):
         return core.model_executor.driver_worker.worker.model_runner
 
     def _routes(self, completion: Any, asked: RunningRequest) -> Tensor | None:
-        """Returns the expert routes of all tokens that the model processed for a completion; None
-        if routes are not recorded or the completion is empty.
+        """Returns the expert routes of all tokens that the model processed for vLLM's `completion`
+        of the request `asked`; None if routes are not recorded or the completion is empty.
         """
         fed = asked.tokens + len(completion.token_ids) - 1
         if self._routed is None or not completion.token_ids:
@@ -350,7 +353,9 @@ class VLLMEngine(Engine):
         )
 
     def _part(self, number: int, asked: RunningRequest) -> PartialCompletion:
-        """Returns the tokens that running request `number` has so far."""
+        """Returns the tokens that the running request `asked` has so far, with log-probs. `number`:
+        its number in the order of submission.
+        """
         processor = self._llm.llm_engine.output_processor
         (known,) = processor.external_req_ids[str(number)]
         output = processor.request_states[known].make_request_output(

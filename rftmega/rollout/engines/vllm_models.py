@@ -1,5 +1,5 @@
-"""Arguments with which vLLM computes a model as transformers does, for models whose folder vLLM
-would read differently.
+"""Engine arguments that make vLLM compute a model as transformers does, for models whose folder
+vLLM would read differently.
 """
 
 from pathlib import Path
@@ -26,9 +26,9 @@ transformers writes lack it.
 def model_arguments(
     folder: str | Path, *, on_cuda: bool, written_as: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Returns the keyword arguments of `vllm.LLM` for the model in `folder`. `written_as`: the
-    quantization_config of the weights as they are loaded into vLLM; None if these are not
-    quantised.
+    """Returns the keyword arguments of `vllm.LLM` that the model in `folder` needs to be computed
+    as in the trainer. `written_as`: the quantization_config of the weights as they are pushed into
+    vLLM; None if these are not quantised.
 
     On a CPU, vLLM 0.32's rotary kernel rotates interleaved elements (as in DeepSeek) wrongly in
     multi-head queries, so its native torch operations are used.
@@ -61,7 +61,7 @@ def _of_family(config: dict[str, Any], *, on_cuda: bool) -> dict[str, Any]:
 
 
 def sees(folder: str | Path) -> bool:
-    """Returns whether the model in `folder` has a vision encoder."""
+    """Returns whether the model in `folder` has a vision encoder, by its config.json."""
     return bool(read_json_object(Path(folder) / "config.json").get("vision_config"))
 
 
@@ -81,7 +81,7 @@ def prefill_arguments(config: RolloutConfig, *, on_cuda: bool) -> dict[str, Any]
 
 
 def limits_of(config: RolloutConfig) -> dict[str, int]:
-    """Returns how many images and how many videos a prompt may have, as vLLM's
+    """Returns the most images and videos that a prompt may have, as vLLM's argument
     `limit_mm_per_prompt`.
     """
     return {"image": max(1, config.max_images), "video": config.max_videos}

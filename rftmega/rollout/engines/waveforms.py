@@ -27,8 +27,8 @@ class WaveformPrompts:
 
     def prompt_of(self, request: Request) -> dict[str, Any]:
         """Returns the request as a vLLM prompt: token ids with one placeholder per waveform, which
-        vLLM's processor expands, and the waveforms with their digests, so that a waveform shared by
-        a group is processed once.
+        vLLM's processor expands, and the decoded waveforms. Their digests serve as vLLM's cache
+        keys, so that a waveform shared by a group of requests is processed once.
 
         Raises EngineError for a waveform that is given only as feature frames.
         """
@@ -48,8 +48,8 @@ class WaveformPrompts:
         }
 
     def check(self, engine: Any) -> None:
-        """Raises EngineError if vLLM computes other feature frames of a sample waveform than the
-        trainer. `engine`: vLLM's LLMEngine.
+        """Checks that vLLM computes the same feature frames of a sample waveform as the trainer.
+        Raises EngineError if not. `engine`: vLLM's LLMEngine.
         """
         from vllm.multimodal.processing import ProcessorInputs, TimingContext
 

@@ -1,3 +1,3 @@
-"""Distributes a rollout's requests over all engines and gathers the scored rollouts on every
+"""Distributes the requests of rollouts over all engines, and gathers the scored rollouts on every
 process.
 """

@@ -1,4 +1,6 @@
-"""Ordered messages from the first process of an engine to the engine's other processes."""
+"""Ordered messages from the first process (rank) of an engine to the engine's other processes,
+which follow it.
+"""
 
 import json
 import time
@@ -11,24 +13,25 @@ LOOK = 0.0005  # seconds between polls for the first process's next message
 
 
 class Announcements:
-    """Announcements sends JSON values from the first process of an engine to the engine's other
-    processes, in order.
+    """Announcements is a channel for JSON values from the first process of an engine to the
+    engine's other processes, in order.
 
-    The messages go through a store: a collective would block if the first process broke down.
+    The messages go through a torch.distributed store, since a collective would block if the first
+    process broke down.
     """
 
     def __init__(self, board: Any, name: str, *, speaks: bool):
-        """`board`: a store of torch.distributed, in which only these announcements use keys that
-        begin with `name`. `speaks`: whether this is the engine's first process, which sends the
-        messages.
+        """Opens the channel `name`. `board`: a store of torch.distributed, in which nothing else
+        uses keys that begin with `name`. `speaks`: whether this is the engine's first process,
+        which sends the messages.
         """
         self.board, self.name, self.speaks = board, name, speaks
         self._attempt = self._turn = 0
         self._said = list[str]()  # keys in the store
 
     def begin(self) -> None:
-        """Starts a new sequence of messages, at the start and after a fault: earlier messages are
-        ignored.
+        """Starts a new sequence of messages and ignores earlier ones. Every process of the engine
+        calls it when a generation starts, and again after an engine fault.
         """
         self._attempt, self._turn = self._attempt + 1, 0
 
@@ -37,8 +40,8 @@ class Announcements:
         self._set(str(self._turn), json.dumps(thing))
 
     def receive(self) -> Any:
-        """Waits for the next message of the engine's first process, and returns it. Raises
-        EngineFault if that process broke down.
+        """Waits for the next message of the engine's first process and returns its JSON value.
+        Raises EngineFault if that process broke down.
         """
         self._turn += 1
         while not self.board.check([self._key(str(self._turn))]):
@@ -49,14 +52,14 @@ class Announcements:
         return json.loads(self.board.get(self._key(str(self._turn))))
 
     def broke(self) -> None:
-        """If this is the engine's first process, announces to the engine's other processes that it
-        broke down.
+        """Announces to the engine's other processes that its first process broke down; does nothing
+        if this is not the first process.
         """
         if self.speaks:
             self._set("broke", "")
 
     def end(self) -> None:
-        """Deletes the messages from the store; every process must have read all of them."""
+        """Deletes the messages from the store. Every process must have read all of them before."""
         for key in self._said:
             self.board.delete_key(key)
         self._said.clear()

@@ -1,5 +1,5 @@
-"""Weight sync for engines that share devices with the trainer: moves the policy to the device
-before a push.
+"""Weight sync for engines that share devices with the trainer: loads the policy onto the device
+before its weights are pushed to the engines.
 """
 
 from collections.abc import Sequence
@@ -15,8 +15,8 @@ sum_of_all: Any = partial(all_reduce, op="sum")
 
 
 class Phases(Protocol):
-    """Phases switches the device's memory between trainer and engine
-    (`run.placement.phases.DevicePhases`).
+    """Phases is the interface that switches the device's memory between trainer, weight push and
+    engine; `run.placement.phases.DevicePhases` implements it.
     """
 
     def rollout(self) -> None: ...
@@ -24,19 +24,20 @@ class Phases(Protocol):
     def push(self) -> None: ...
 
     def pushed(self, buffer_bytes: int) -> Metrics:
-        """Ends the push phase. `buffer_bytes`: size of the buffers that the push used. Returns
-        memory metrics.
+        """Ends the push phase. `buffer_bytes`: bytes of the buffers that the push used. Returns
+        metrics of the device memory in use.
         """
 
 
 class ColocatedWeights:
-    """ColocatedWeights is a WeightSync that loads the policy onto the device before it pushes the
-    weights.
+    """ColocatedWeights is a WeightSync that first loads the policy onto the device (`phases`), and
+    then pushes through another WeightSync (`weights`).
     """
 
     def __init__(self, weights: WeightSync, phases: Phases, merged: Sequence[Shard] | None = None):
-        """`merged`: shards whose adapters are merged into the weights and rounded for a push, which
-        then reports the rounding loss. None (on all processes) if no adapters are merged.
+        """Wraps `weights`, the WeightSync that sends the weights. `merged`: shards whose LoRA
+        adapters are merged into lower-precision weights for a push, which then reports the share of
+        the update lost to rounding; None (on all processes) if no adapters are merged.
         """
         self.weights, self.phases, self.merged = weights, phases, merged
 
@@ -48,9 +49,9 @@ class ColocatedWeights:
         return metrics | self.phases.pushed(int(metrics["push_buffer_bytes"]))
 
     def push_to_late(self) -> int:
-        """Sends the last push's weights to engines that have joined since then; see LateWeights.
-        Returns the number of engines that received the weights, 0 if the weight sync is no
-        LateWeights.
+        """Sends the last push's weights to engines that have joined since then. Returns the number
+        of engines that have received them; 0 if the weight sync does not support this
+        (LateWeights).
         """
         if not isinstance(self.weights, LateWeights):
             return 0

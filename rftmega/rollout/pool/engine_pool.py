@@ -45,7 +45,7 @@ Result = TypeVar("Result")
 
 class EnginePool:
     """EnginePool presents all engines of the run as one RolloutEngine: it distributes the tasks
-    over the engines and returns all rollouts on every process.
+    (one prompt with a seed per rollout) over the engines and returns all rollouts on every process.
     """
 
     def __init__(
@@ -61,11 +61,15 @@ class EnginePool:
         repeats: int = 0,
         most_running: int = 1024,
     ):
-        """A collective. Engines that break down are restarted, get the weights again and generate
-        the missing completions, up to `restarts` times per generation. `reward_limit`: time limit
-        of a reward in seconds, see RewardWorkers. `repeats`: how often a rollout is run again after
-        an InfrastructureFault, see RunningRollouts. `most_running`: concurrent rollouts per engine,
-        including rollouts that wait for tools.
+        """Builds the pool; a collective. Engines that break down are restarted, get the weights
+        again and generate the missing completions, up to `restarts` times per call of `generate`.
+
+        `engine`: this process's engine; `phases`: switches the device's memory between trainer and
+        engine; `environment`: runs the rollouts; `processes_per_engine`: number of consecutive
+        ranks that share an engine. `reward_limit`: seconds that a reward may take for a batch of
+        rollouts. `repeats`: how often a rollout is run again after an InfrastructureFault, before
+        it is lost. `most_running`: most concurrent rollouts per engine, including rollouts that
+        wait for tools.
         """
         self.repeats, self.most_running = repeats, most_running
         self.engine, self.phases, self.environment = engine, phases, environment
@@ -82,9 +86,10 @@ class EnginePool:
     def weight_sync(
         self, shards: Sequence[Shard], *, bucket_bytes: int, rounds: bool = False
     ) -> WeightSync:
-        """Returns the WeightSync from the policy's shards to all engines; a collective. `rounds`:
-        whether adapters are merged into lower-precision weights; a push then reports the rounding
-        loss.
+        """Returns the WeightSync that pushes the policy's weights to all engines; a collective.
+        `shards`: the local tensors of the policy; `bucket_bytes`: most bytes that are sent at a
+        time; `rounds`: whether adapters are merged into lower-precision weights, so that a push
+        reports the rounding loss.
         """
         sync = self.engine.weight_sync(shards, bucket_bytes=bucket_bytes)
         self.weights = ColocatedWeights(sync, self.phases, shards if rounds else None)
@@ -93,16 +98,17 @@ class EnginePool:
     def adapter_sync(
         self, frozen: Sequence[Shard], adapters: AdapterSource, *, bucket_bytes: int
     ) -> WeightSync:
-        """Returns the WeightSync that pushes a frozen model's shards and its adapters separately; a
-        collective.
+        """Returns the WeightSync that pushes a frozen model and its LoRA adapters separately; a
+        collective. `frozen`: the local tensors of the model; `adapters`: source of the adapters'
+        tensors; `bucket_bytes`: most bytes that are sent at a time.
         """
         sync = self.engine.adapter_sync(frozen, adapters, bucket_bytes=bucket_bytes)
         self.weights = ColocatedWeights(sync, self.phases)
         return self.weights
 
     def close(self) -> None:
-        """Closes the environment and the engine. Call it before the process
-        groups are destroyed.
+        """Closes the environment and this process's engine; called before the process groups are
+        destroyed.
         """
         try:
             if end := getattr(self.environment, "close", None):
@@ -113,8 +119,8 @@ class EnginePool:
 
     @contextmanager
     def answering_with(self, adapter: str) -> Iterator[None]:
-        """Makes the engines generate with the adapter named `adapter` instead of the policy's
-        adapter within the context.
+        """Context manager in whose block the engines generate with the adapter named `adapter`
+        instead of the policy's adapter.
         """
         self.engine.use_adapter(adapter)
         try:
@@ -137,10 +143,14 @@ class EnginePool:
         room (`requests.order.ordered`, `request_queues`). Each rollout is scored once, in the
         process that ran it.
 
-        With `enough`, all engines stop after the same number of steps, as soon as `enough` returns
-        True for all rollouts so far (`stop_consensus.StopConsensus`). Raises on every process
-        EngineFault if restarts did not help, and Preempted if the run is asked to stop: no engine
-        begins another step then. Without `enough`, Preempted has the rollouts so far.
+        `seeds`: one per prompt; `expected_lengths`: expected tokens of each completion, to balance
+        the engines, by default the prompts' lengths. With `enough`, all engines stop after the same
+        number of steps, as soon as `enough`, called with all rollouts so far (None for unfinished
+        ones), returns True (`stop_consensus.StopConsensus`).
+
+        Raises EngineFault on every process if restarts did not help, and Preempted if the run is
+        asked to stop: no engine begins another step then. Without `enough`, Preempted has the
+        rollouts so far.
         """
         lengths = expected_lengths or [float(len(prompt.token_ids)) for prompt in prompts]
         return self._generated(Tasks(prompts, seeds, lengths, sampling), reward, enough)
@@ -152,8 +162,8 @@ class EnginePool:
         enough: Enough | None,
         partials: PartialRollouts | None = None,
     ) -> RolloutArrays:
-        """Generates as `generate` does. With `partials`, continues the partial completions in it
-        and records completions that are interrupted now.
+        """Generates rollouts of `tasks` as `generate` does. With `partials`, continues the partial
+        completions in it and records the completions that are interrupted now.
         """
         name = f"rollout {next(_rollouts)}"
         announced = self._announcements(f"{name}/{self.mine}")
@@ -187,21 +197,22 @@ class EnginePool:
         return found
 
     def _announcements(self, name: str) -> Announcements | None:
-        """Returns the channel between this engine's processes; None if the
-        engine has one process.
+        """Returns the channel `name` from this engine's first process to its other processes; None
+        if the engine has only one process.
         """
         return None if self.alone else Announcements(board(), name, speaks=self.speaks)
 
     def _ordered(self, tasks: Tasks) -> RequestOrder:
-        """Orders the tasks for the engines. If there is only one engine, it
-        starts with all tasks.
+        """Returns the order in which the engines begin the tasks. If there is only one engine, it
+        begins all tasks at once.
         """
         slots = self.engine.slots if self.engines > 1 else len(tasks)
         return ordered(tasks.prompts, tasks.expected_lengths, self.engines, slots)
 
     def _all(self, pending: PendingRequests) -> RolloutArrays:
-        """Returns the rollouts of all tasks; if the run is asked to stop, only rollouts that have
-        scores (None for the other tasks).
+        """Generates until all tasks have ended and returns their rollouts. `pending`: the tasks,
+        and this engine's part of their rollouts. If the run is asked to stop, returns only the
+        rollouts that have scores by then, and None for the other tasks.
         """
         own = self._over_faults(lambda: self._ask(pending), pending.judging.ready)
         where, rollouts, _ = gathered(own if self.speaks else {}, self.host)
@@ -213,9 +224,9 @@ class EnginePool:
 
     def _over_faults(self, work: Callable[[], Result], given_up: Callable[[], Result]) -> Result:
         """Calls `work` on all processes and returns its result. After an engine fault, restarts all
-        engines, pushes the weights again and repeats the call. If the run is asked to stop by the
-        time of a fault, returns the result of `given_up` instead: engines may have received the
-        same signal.
+        engines, pushes the weights again and repeats the call, up to `restarts` times. If the run
+        is asked to stop by the time of a fault, returns the result of `given_up` instead: the
+        signal may have ended the engines, too.
         """
         version, again = self.engine.version, 0
         while True:
@@ -244,16 +255,16 @@ class EnginePool:
                 again += 1
 
     def _ask(self, pending: PendingRequests) -> dict[int, Rollout]:
-        """Runs this process's part of the tasks. Returns its rollouts by task index; if the run is
-        asked to stop, only rollouts that have scores.
+        """Runs this engine's share of the tasks in `pending` until all have ended. Returns its
+        rollouts by task index; if the run is asked to stop, only rollouts that have scores.
         """
         whole = pending.go_on(self._asked_to_stop()) and pending.judging.settled(preemption.asked)
         return pending.judging.scored() if whole else pending.judging.ready()
 
     def _asked_to_stop(self) -> Stop:
-        """Returns a function to call after each engine step, which returns whether the run is asked
-        to stop. The processes of an engine step together, so the function returns True on all of
-        them at the same step.
+        """Returns a function that is called after each engine step and returns whether the run is
+        asked to stop. It returns True at the same step on all processes of an engine, since they
+        must step together.
         """
         steps = itertools.count(1)
         return (
@@ -263,8 +274,9 @@ class EnginePool:
         )
 
     def _ask_until(self, pending: PendingRequests, enough: Enough) -> Sequence[Rollout | None]:
-        """Returns the rollouts of all tasks, None where there is none, once they suffice. This
-        process's engine generates the tasks that its queue is assigned.
+        """Generates until `enough` returns True for the rollouts of all engines so far. Returns a
+        rollout per task, None where there is none. `pending`: the tasks; its queue assigns this
+        engine's part of them.
         """
         assert isinstance(pending.queue, Dealt)
         together = StopConsensus(
@@ -294,9 +306,7 @@ class EnginePool:
 
 
 async def _ended(end: Callable[[], Any]) -> None:
-    """Closes an environment by calling `end`, its `close` method, which may be a coroutine
-    function.
-    """
+    """Closes an environment. `end`: its `close` method, which may be a coroutine function."""
     if inspect.isawaitable(found := end()):
         await found
 
@@ -308,7 +318,7 @@ def _give_up() -> Sequence[Rollout | None]:
 def _agreed(work: Callable[[], Result]) -> Result:
     """Calls `work` on every process and returns this process's result; a collective.
 
-    Raises EngineFault on all processes if `work` raised it on any.
+    Raises EngineFault on all processes if `work` raised EngineFault on any of them.
     """
     try:
         told, result = "", work()
@@ -320,10 +330,12 @@ def _agreed(work: Callable[[], Result]) -> Result:
 
 
 class ServerPool(EnginePool):
-    """ServerPool presents servers as one RolloutEngine. Only the first process connects to the
-    servers; the other processes poll, since one collective over a whole rollout would time out.
-    With `enough`, generation stops as soon as the scored rollouts that have arrived suffice, so it
-    depends on time.
+    """ServerPool presents servers as one RolloutEngine. Only the first process of the run connects
+    to the servers. The others learn by short collectives whether the rollouts are there, since one
+    collective over a whole generation would time out.
+
+    With `enough`, generation stops as soon as the scored rollouts that have arrived suffice, so the
+    result depends on timing.
     """
 
     def _ask(self, pending: PendingRequests) -> dict[int, Rollout]:

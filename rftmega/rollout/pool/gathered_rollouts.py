@@ -1,4 +1,4 @@
-"""Gathers the rollouts of all processes, with one copy in shared memory per host."""
+"""Gathers the rollouts of all processes on each process, stored once per host."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -18,11 +18,12 @@ from rftmega.runtime.parallel.host_memory import HostMemory
 def gathered(
     own: Mapping[int, Rollout], host: HostMemory, *said: Any
 ) -> tuple[dict[int, int], RolloutArrays, list[tuple[Any, ...]]]:
-    """Gathers the rollouts of all processes, and the values `said` of each process; a collective.
-    `own`: this process's rollouts, by the index of the task.
+    """Gathers the rollouts of all processes on every process, and other picklable values (`said`)
+    of each process; a collective. `own`: this process's rollouts, by the index of the task; `host`:
+    stores the arrays once per host.
 
-    Returns (index in the gathered rollouts by task, the rollouts, the processes' values in the
-    order of ranks).
+    Returns (task index -> index in the gathered rollouts, the gathered rollouts, the tuple `said`
+    of each rank).
     """
     arrays = RolloutArrays.of([*own.values()])
     columns = [arrays.columns[name] for name in COLUMNS]
@@ -53,8 +54,10 @@ def _gathered_routes(
     shape: Sequence[int],
     host: HostMemory,
 ) -> Tensor:
-    """Gathers the expert routes of all processes' tokens into [sum of sizes, *shape]. A process
-    without routes (`own` None) gets rows that are marked unknown.
+    """Gathers the expert routes of all processes' tokens into one tensor [sum of sizes, *shape] of
+    dtype `kind`. `own`: this process's routes; None if it has none, then its tokens get entries
+    that are marked unknown. `sizes`: number of tokens of each process; `shape`: layers and experts
+    per token; `host`: stores the tensor once per host.
     """
     mine = sizes[dist.get_rank() if len(sizes) > 1 else 0]
     if own is None:
@@ -66,7 +69,7 @@ def _gathered_routes(
 
 def in_order(where: Mapping[int, int], rollouts: RolloutArrays, tasks: int) -> RolloutArrays:
     """Returns the rollouts in the order of the tasks, None for a task without a rollout. `where`:
-    index in `rollouts` by task; `tasks`: number of tasks.
+    task index -> index in `rollouts`; `tasks`: number of tasks.
     """
     numbers = [where.get(task) for task in range(tasks)]
     return RolloutArrays(
@@ -75,5 +78,7 @@ def in_order(where: Mapping[int, int], rollouts: RolloutArrays, tasks: int) -> R
 
 
 def shared(rollouts: Sequence[Rollout | None], host: HostMemory) -> RolloutArrays:
-    """Returns rollouts that every process has, as arrays stored once per host; a collective."""
+    """Returns rollouts that every process already has as arrays in shared memory, one copy per
+    host; a collective. `host`: the shared memory.
+    """
     return host.once(lambda: RolloutArrays.of(rollouts))

@@ -27,18 +27,18 @@ Sample = tuple[int, int]  # a group's number, and the index of its rollout
 
 class PartialRolloutPool(EnginePool):
     """PartialRolloutPool is a RolloutEngine and a RolloutStream whose engines generate only while
-    the trainer waits for groups. When enough groups have ended, the engines stop. Unfinished
-    completions keep their tokens and continue at the next wait, with the newest weights (partial
-    rollouts, Kimi k1.5, arXiv:2501.12599).
+    the trainer waits for groups (rollouts of one prompt). When enough groups have ended, the
+    engines stop. Unfinished completions keep their tokens and continue at the next wait, with the
+    newest weights (partial rollouts, Kimi k1.5, arXiv:2501.12599).
 
-    All engines stop after the same number of steps, so repeated runs take the same groups. Every
-    process has all rollouts.
+    All engines stop after the same number of steps, so repeated runs train on the same groups.
+    Every process has all rollouts.
     """
 
     pauses_between_takes = True
 
     def __init__(self, *arguments: Any, **options: Any):
-        """Builds the pool; a collective. `arguments` and `options`: see EnginePool."""
+        """Builds the pool; a collective. All arguments are those of EnginePool."""
         super().__init__(*arguments, **options)
         self._groups: dict[int, RolloutGroup] = {}  # in progress, in the order in which they began
         # groups that end in one generation are in the order in which they began
@@ -56,8 +56,8 @@ class PartialRolloutPool(EnginePool):
     def begin(
         self, groups: Sequence[RolloutGroup], *, sampling: Sampling, reward: Reward | None
     ) -> None:
-        """Starts groups. All groups in progress continue with the `sampling` and `reward` of the
-        last call.
+        """Adds groups, which are generated from the next wait on. From now on, all groups in
+        progress use this call's `sampling` and `reward`.
         """
         self._sampling, self._reward = sampling, reward
         self._groups |= {group.number: group for group in groups}
@@ -107,8 +107,9 @@ class PartialRolloutPool(EnginePool):
         }
 
     def load_unfinished(self, state: Mapping[str, Any]) -> None:
-        """Restores the unfinished rollouts of a checkpoint. If the token limits of completions have
-        changed, nothing is restored and these rollouts start again.
+        """Restores unfinished rollouts from `state`, the part of a checkpoint that the function
+        returned by `unfinished` has made. If the token limits of completions have changed since,
+        restores nothing, so that these rollouts start again.
         """
         if not state or state["limits"] != self._limits:
             return
@@ -130,8 +131,8 @@ class PartialRolloutPool(EnginePool):
         return not dist.is_initialized() or dist.get_rank() == 0
 
     def _generate_until(self, enough: Callable[[Mapping[int, Any]], bool]) -> None:
-        """Generates the groups in progress until `enough`, called with the ended groups by number,
-        returns True.
+        """Generates the groups in progress until `enough`, called with a mapping whose keys are the
+        numbers of the ended groups, returns True.
         """
         if enough(self._ended):
             return

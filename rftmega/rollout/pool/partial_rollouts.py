@@ -1,5 +1,5 @@
-"""Stores the completions of interrupted rollouts, so that these rollouts continue in a later
-generation.
+"""Stores the finished and partial completions of interrupted rollouts, so that these rollouts
+continue in a later generation with the tokens they have.
 """
 
 import hashlib
@@ -17,8 +17,8 @@ from rftmega.runtime.parallel.host_memory import HostMemory
 
 
 class CachedCompletion(NamedTuple):
-    """CachedCompletion is a full or partial completion of one turn, with the digest of its context
-    (the tokens before it).
+    """CachedCompletion is a full or partial completion of one turn of a rollout, with the digest of
+    its context (the token ids before it), which tells whether it can be reused.
     """
 
     context: bytes
@@ -29,20 +29,22 @@ PartialRollout = Mapping[int, CachedCompletion]  # by turn
 
 
 class PartialRollouts:
-    """PartialRollouts holds the completions of one generation's rollouts in one process:
-    completions of earlier generations, and completions recorded in this generation.
+    """PartialRollouts holds, in one process, the completions from which interrupted rollouts
+    continue: completions of earlier generations, and completions recorded in the current
+    generation.
     """
 
     def __init__(self, before: Mapping[int, PartialRollout]):
-        """`before`: completions of earlier generations, by the index of the
-        task and then by turn.
+        """Starts a generation. `before`: completions of earlier generations, as task index -> turn
+        -> completion.
         """
         self._found = {place: dict(turns) for place, turns in before.items()}
         self._noted: set[int] = set()
 
     def known(self, place: int, turn: int, context: bytes) -> PartialCompletion:
-        """Returns the recorded completion of a turn. Returns NOTHING if there is none or it has
-        another context, for example because a tool has now replied differently.
+        """Returns the recorded completion of turn `turn` of the task with index `place`. Returns
+        NOTHING (no tokens) if there is none or its context had another digest than `context`, for
+        example because a tool has now replied differently.
         """
         found = self._found.get(place, {}).get(turn)
         return NOTHING if found is None or found.context != context else found.completion
@@ -53,20 +55,21 @@ class PartialRollouts:
 
     @property
     def noted(self) -> dict[int, PartialRollout]:
-        """Returns the rollouts with completions recorded in this generation, by the index of the
-        task.
+        """Returns the rollouts for which completions were recorded in this generation, as task
+        index -> turn -> completion.
         """
         return {place: self._found[place] for place in sorted(self._noted)}
 
 
 def digest(context: Sequence[int]) -> bytes:
-    """Returns a 16-byte hash of a context (token ids)."""
+    """Returns a 16-byte hash of the token ids of a context."""
     return hashlib.blake2b(np.asarray(context, np.int32).tobytes(), digest_size=16).digest()
 
 
 def everywhere(own: Mapping[int, PartialRollout], host: HostMemory) -> dict[int, PartialRollout]:
-    """Gathers the partial rollouts of all processes; a collective. Each rollout must be on one
-    process only. Returns all rollouts on every process, by the index of the task.
+    """Gathers the partial rollouts of all processes on every process and returns them, by task
+    index; a collective. `own`: this process's partial rollouts, by task index, each on one process
+    only; `host`: shared memory for the gathered arrays.
     """
     packed = packed_partials(own)
     columns = packed.pop("columns")
@@ -78,9 +81,10 @@ def everywhere(own: Mapping[int, PartialRollout], host: HostMemory) -> dict[int,
 
 
 def packed_partials(rollouts: Mapping[int, PartialRollout]) -> dict[str, Any]:
-    """Serialises partial rollouts. Returns a dict: "answers" has [task index, turn, digest, tokens,
-    reason] of each completion, "columns" the ids, log-probs and versions of all tokens, "routes"
-    the expert routes of each completion.
+    """Converts partial rollouts to plain lists and tensors, for a checkpoint or a message. Returns
+    a dict: "answers" has [task index, turn, digest, number of tokens, finish reason] of each
+    completion; "columns" the ids, log-probs and weight versions of all tokens, one tensor each;
+    "routes" the expert routes of each completion.
     """
     completions, parts = [], [NOTHING]
     for place, turns in rollouts.items():
@@ -98,7 +102,7 @@ def packed_partials(rollouts: Mapping[int, PartialRollout]) -> dict[str, Any]:
 
 
 def unpacked_partials(packed: Mapping[str, Any]) -> dict[int, PartialRollout]:
-    """Returns the partial rollouts that `packed_partials` serialised."""
+    """Returns the partial rollouts, by task index, from the result of `packed_partials`."""
     ids, logprobs, versions = packed["columns"]
     routes = packed.get("routes") or [None] * len(packed["answers"])
     found: dict[int, dict[int, CachedCompletion]] = {}

@@ -1,5 +1,5 @@
-"""Tracks the requests of one engine during one generation, also across engine faults: finished
-rollouts are not run again.
+"""Tracks the requests of one engine during one generation, across restarts after engine faults:
+finished rollouts are not run again.
 """
 
 import asyncio
@@ -29,8 +29,8 @@ TOOLS = 0.1  # seconds between checks for a stop request, while rollouts wait fo
 
 @dataclass(frozen=True)
 class Tasks:
-    """Tasks holds all prompts of a generation, with the seed of each and the expected length of its
-    completion in tokens.
+    """Tasks holds the prompts of one generation, one per rollout, with the seed of each, the
+    expected length of its completion in tokens, and the sampling parameters of all.
     """
 
     prompts: Sequence[Prompt]
@@ -43,9 +43,9 @@ class Tasks:
 
 
 class PendingRequests:
-    """PendingRequests is the source of requests for this process's engine
-    (`rollout.requests.Requests`), and holds the scored rollouts that have ended (`judging`). Use it
-    as a context manager.
+    """PendingRequests runs the rollouts of one engine: it is the source from which the engine takes
+    requests (`rollout.requests.Requests`), and holds the ended rollouts and their scores
+    (`judging`). Use it as a context manager.
 
     The environment runs in the engine's first process, which announces the requests to the engine's
     other processes.
@@ -66,7 +66,8 @@ class PendingRequests:
         partials: PartialRollouts | None = None,
         loop: asyncio.AbstractEventLoop | None = None,
     ):
-        """`tasks`: all tasks of the generation; `queue`: assigns the tasks to engines.
+        """Prepares the generation of `tasks`. `queue`: assigns tasks to this engine; `environment`:
+        runs the rollouts; `reward`: scores ended rollouts, None for no scores.
 
         `announced`: the channel between the engine's processes; None if the engine has one process.
         `reward_limit`: see RewardWorkers. `repeats`, `partials`, `loop`: see RunningRollouts.
@@ -92,11 +93,11 @@ class PendingRequests:
         self.judging.__exit__(kind, error, trace)
 
     def go_on(self, stop: Stop = lambda: False) -> bool:
-        """Runs the unfinished tasks of this engine and takes further tasks, until none are left or
-        `stop` returns True. Returns whether none are left.
+        """Runs the unfinished tasks of this engine and further tasks from the queue, until none are
+        left or `stop`, called after each engine step, returns True. Returns whether none are left.
 
-        Raises EngineFault if the engine broke down. After a restart of the engine, call it again to
-        run the tasks that have not ended.
+        Raises EngineFault if the engine broke down. After a restart of the engine, another call
+        runs the tasks that have not ended.
         """
         there = self.judging.answered
         self._left = [place for place in self.queue.given if place not in there]
@@ -133,11 +134,11 @@ class PendingRequests:
                 self._running = None
 
     def take(self, room: int) -> Sequence[Request]:
-        """Returns the new requests of the running rollouts, and starts further rollouts if the
-        engine has room.
+        """Starts rollouts while the engine can begin further requests (`room`), and returns the new
+        requests of all running rollouts.
 
-        Returns () without looking if no completion has ended since the last call, unless a rollout
-        waits for a tool or a task was assigned.
+        Returns () at once if nothing can have changed: no completion has ended since the last call,
+        no rollout waits for a tool, and no task was assigned.
         """
         if not (self._news or self._every or self.queue.waiting):
             return ()
@@ -151,7 +152,9 @@ class PendingRequests:
         return asked
 
     def finished(self, numbers: Sequence[int], completions: Sequence[Completion]) -> None:
-        """Passes completions to the rollouts that requested them."""
+        """Passes completions to the rollouts that requested them. `numbers`: the numbers of their
+        requests, in the order in which `take` returned these.
+        """
         mark()
         self._news = True
         self._in_engine -= len(numbers)
@@ -168,9 +171,11 @@ class PendingRequests:
             self._running.broken_off(parts)
 
     def _taken(self, room: int, running: RunningRollouts) -> list[Request]:
-        """Starts rollouts while the engine has room. Returns the requests of all rollouts.
+        """Starts rollouts while the engine can begin further requests (`room`). Returns the new
+        requests of all `running` rollouts.
 
-        If the engine would be idle while rollouts wait for tools, waits for a request.
+        If the engine would be idle while rollouts wait for tools, waits until one of them sends a
+        request.
         """
         running.advance()
         self._collect(running)
@@ -189,7 +194,7 @@ class PendingRequests:
 
     def _more(self, room: int, running: RunningRollouts) -> Sequence[int]:
         """Returns the indices of the tasks whose rollouts should start now. `room`: number of
-        further requests that the engine can begin.
+        further requests that the engine can begin; `running`: the rollouts in progress.
 
         Rollouts that wait for tools occupy no engine slot, but resources elsewhere, so their number
         is limited; rollouts that have not sent a request yet may all send one at once.
@@ -202,7 +207,7 @@ class PendingRequests:
         return self.queue.take(wanted) if wanted > 0 else ()
 
     def _collect(self, running: RunningRollouts) -> None:
-        """Submits the rollouts that have ended to the reward."""
+        """Passes the rollouts that have ended since the last call to the reward workers."""
         if ended := running.ended():
             self.judging.finished(list(ended), list(ended.values()))
 

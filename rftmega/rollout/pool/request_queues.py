@@ -1,5 +1,5 @@
-"""Queues that assign tasks that have not begun to engines with room, so that no engine is idle
-while other engines have waiting tasks.
+"""Queues that assign tasks (prompts of a generation) to engines with room, so that no engine is
+idle while others have waiting tasks.
 
 Each engine starts with its first share from `requests.order.ordered`, without communication. The
 remaining tasks are a list of lists that is equal on all processes; these classes decide which
@@ -16,7 +16,8 @@ from rftmega.rollout.requests.order import RequestOrder
 
 
 class Queue(ABC):
-    """Queue holds the tasks of engine number `mine`, on each of its processes.
+    """Queue holds the tasks assigned to engine number `mine`; each process of that engine has a
+    copy.
 
     The engine's first process takes tasks; on the other processes, `begun` is set to the number of
     tasks that the engine has begun.
@@ -30,7 +31,9 @@ class Queue(ABC):
     @property
     @abstractmethod
     def empty(self) -> bool:
-        """Returns whether this engine is certain to get no more tasks."""
+        """Returns whether this engine has begun all its tasks and is certain to be assigned no
+        more.
+        """
 
     @property
     @abstractmethod
@@ -39,29 +42,31 @@ class Queue(ABC):
 
     @abstractmethod
     def take(self, room: int) -> list[int]:
-        """Returns the indices of the tasks that the engine should begin now. `room`: completions
-        that the engine can begin; there may be a few more tasks than that.
+        """Returns the indices of the tasks that the engine should begin now. `room`: number of
+        completions that the engine can begin; there may be a few more tasks than that.
         """
 
     def begin(self) -> None:
-        """Records that the engine begins all assigned tasks (`given`) that have not ended, at the
-        start or after a restart.
+        """Marks all tasks assigned so far (`given`) as begun. It is called when the engine starts
+        or restarts, since it then runs all of them that have not ended.
         """
         self.begun = len(self.given)
 
     def end(self) -> None:  # noqa: B027  most need no cleanup
-        """Closes the queue. Call it when every process has finished the generation."""
+        """Closes the queue, after every process has finished the generation."""
 
 
 class Counted(Queue):
-    """Counted is a queue in which an engine with room takes the next tasks at once, through a
-    counter that all processes share.
+    """Counted is a queue from which an engine with room takes the next list of tasks at once. A
+    counter in a store that all processes share tells which list is next.
     """
 
     waiting = False
 
     def __init__(self, order: RequestOrder, mine: int, *, board: Any, name: str):
-        """`board`: a store of torch.distributed, in which only this counter uses the key `name`."""
+        """Starts with the first share of engine number `mine` in `order`. `board`: a store of
+        torch.distributed, in which only this counter uses the key `name`.
+        """
         super().__init__(order, mine)
         self.board, self.name = board, name
         self._rest, self._empty = order.rest, not order.rest
@@ -86,12 +91,14 @@ class Counted(Queue):
 
 class Dealt(Queue):
     """Dealt is a queue whose tasks are assigned when the engines together decide whether there are
-    enough rollouts (`stop_consensus`). The assignment does not depend on time, so runs are
-    reproducible: the same requests end with the same completions.
+    enough rollouts (`stop_consensus`), after fixed numbers of engine steps. The assignment does not
+    depend on time, so runs are reproducible: the same requests end with the same completions.
     """
 
     def __init__(self, order: RequestOrder, mine: int, *, slots: int):
-        """`slots`: number of completions that an engine generates concurrently."""
+        """Starts with the first share of engine number `mine` in `order`. `slots`: number of
+        completions that an engine generates concurrently.
+        """
         super().__init__(order, mine)
         self.slots = slots
         self._rest = deque(order.rest)
@@ -110,15 +117,16 @@ class Dealt(Queue):
         return self.begun < len(self.given)
 
     def room(self, answered: int, lately: int) -> int:
-        """Returns how many more tasks the engine has room for. `answered`: number of its finished
-        tasks; `lately`: number of tasks finished since the last decision, which is added to the
-        room, since about as many will finish until the next decision.
+        """Returns how many more tasks this engine should be assigned at a decision. `answered`:
+        number of its finished tasks; `lately`: number of tasks finished since the last decision,
+        which is added to the free slots, since about as many will finish until the next decision.
         """
         return self.slots + lately - (len(self.given) - answered)
 
     def deal(self, rooms: Sequence[int]) -> bool:
-        """Assigns tasks to the engines with the most room. Returns whether any were assigned.
-        `rooms`: the room of each engine, equal on all processes.
+        """Assigns the next tasks to the engines, always to the one with the most room left. Returns
+        whether any task was assigned to any engine. `rooms`: number of tasks that each engine has
+        room for, equal on all processes.
         """
         left, before = list(rooms), len(self._rest)
         while self._rest and (most := max(left)) > 0:

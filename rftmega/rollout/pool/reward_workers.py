@@ -1,4 +1,4 @@
-"""Scores finished rollouts while the engine still generates other rollouts."""
+"""Scores finished rollouts in threads while the engine still generates other rollouts."""
 
 import math
 import queue
@@ -24,8 +24,8 @@ Scores = list[dict[str, float]]
 
 
 class FinishedBatch(NamedTuple):
-    """FinishedBatch holds rollouts that finished together. `scores` has their pending scores; it is
-    None if there is no reward.
+    """FinishedBatch holds rollouts that finished together, with the indices of their tasks
+    (`places`). `scores` is the future of their scores; None if there is no reward.
     """
 
     places: Sequence[int]
@@ -33,8 +33,8 @@ class FinishedBatch(NamedTuple):
     scores: Future[Scores] | None
 
     def scored(self) -> dict[int, Rollout]:
-        """Returns the rollouts with their scores, by the index of the task. Waits for the scores;
-        raises the reward's exception.
+        """Waits for the scores and returns the rollouts with them, by the index of the task. Raises
+        the exception that the reward raised.
         """
         if self.scores is None:
             return dict(zip(self.places, self.rollouts, strict=True))
@@ -43,8 +43,8 @@ class FinishedBatch(NamedTuple):
 
 
 class Threads:
-    """Threads runs work in at most `most` daemon threads, which the process does not wait for at
-    exit, since a reward may never return.
+    """Threads runs reward calls in at most `most` daemon threads, which the process does not wait
+    for at exit, since a reward may never return.
     """
 
     def __init__(self, most: int):
@@ -69,7 +69,7 @@ class Threads:
         return future
 
     def close(self) -> None:
-        """Ends each thread after the work submitted so far."""
+        """Ends each thread once the work submitted so far is done, without waiting for it."""
         for _ in range(self.started):
             self.queue.put(None)
 
@@ -79,14 +79,16 @@ class Threads:
 
 
 class RewardWorkers:
-    """RewardWorkers scores finished rollouts in its own threads; without a reward, it stores the
+    """RewardWorkers scores finished rollouts in threads of its own; without a reward, it stores the
     rollouts unscored. Use it as a context manager.
     """
 
     def __init__(
         self, reward: Reward | None, prompts: Sequence[Prompt], *, limit: float = math.inf
     ):
-        """`limit`: seconds that the reward may take for one batch of rollouts."""
+        """Prepares scoring with `reward` (None: rollouts stay unscored). `prompts`: the prompts of
+        all tasks; `limit`: seconds that the reward may take for one batch of rollouts.
+        """
         self.reward, self.prompts, self.limit = reward, prompts, limit
         self.reports: list[FinishedBatch] = []
         self._began: dict[int, float] = {}  # index in `reports` -> when its scoring began
@@ -107,8 +109,8 @@ class RewardWorkers:
         self._threads.close()
 
     def finished(self, places: Sequence[int], rollouts: Sequence[Rollout]) -> None:
-        """Starts scoring rollouts of the prompts at the indices `places`; lost rollouts get no
-        score.
+        """Starts scoring `rollouts`, which finished together. `places`: the index of each rollout's
+        task, and so of its prompt. Lost rollouts get no score.
         """
         lost = [number for number, rollout in enumerate(rollouts) if rollout.lost]
         if lost and self.reward is not None:
@@ -134,11 +136,11 @@ class RewardWorkers:
 
     @property
     def answered(self) -> set[int]:
-        """Returns the task indices of all finished rollouts, scored or not."""
+        """Returns the indices of the tasks whose rollouts have finished, scored or not."""
         return {place for report in self.reports for place in report.places}
 
     def settled(self, stop: Callable[[], bool], first: int = 0, end: int | None = None) -> bool:
-        """Waits until the batches with numbers from `first` up to `end` (exclusive) have their
+        """Waits until the batches with indices from `first` up to `end` (exclusive) have their
         scores, or `stop` returns True. Returns whether all of these batches have their scores.
 
         Raises RewardError if the reward takes longer than the limit.
@@ -151,7 +153,9 @@ class RewardWorkers:
         return True
 
     def ready(self) -> dict[int, Rollout]:
-        """Returns the rollouts that have their scores by now, by the index of the task."""
+        """Returns the finished rollouts that have their scores by now, by the index of the task,
+        without waiting.
+        """
         done = [
             report.scored()
             for report in self.reports
@@ -160,7 +164,7 @@ class RewardWorkers:
         return {place: rollout for scored in done for place, rollout in scored.items()}
 
     def scored(self, first: int = 0, end: int | None = None) -> dict[int, Rollout]:
-        """Waits for the scores of the batches with numbers from `first` up to `end` (exclusive;
+        """Waits for the scores of the batches with indices from `first` up to `end` (exclusive;
         default: all batches). Returns their rollouts, by the index of the task.
         """
         self.settled(lambda: False, first, end)

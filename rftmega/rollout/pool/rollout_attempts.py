@@ -13,18 +13,21 @@ log = logging.getLogger(__name__)
 
 
 class RolloutAttempts:
-    """RolloutAttempts runs rollouts and refuses invalid trajectories, which can't be trained on."""
+    """RolloutAttempts runs an environment's rollouts, repeats them after infrastructure faults, and
+    refuses results that can't be trained on.
+    """
 
     def __init__(self, environment: Environment, *, row_tokens: int, repeats: int):
-        """`row_tokens`: the engine's limit on prompt and completion together. `repeats`: how often
-        a rollout is run again after an InfrastructureFault, before the rollout is lost.
+        """Stores the environment. `row_tokens`: the engine's limit on prompt and completion
+        together. `repeats`: how often a rollout is run again after an InfrastructureFault, before
+        it is marked as lost.
         """
         self.environment, self.row_tokens, self.repeats = environment, row_tokens, repeats
 
     async def run(self, task: Prompt, new_model: Callable[[], Model]) -> Rollout:
-        """Runs a rollout of `task` and returns it, marked as lost if all attempts failed with an
-        InfrastructureFault. `new_model` creates the model for an attempt, so each attempt has the
-        same seeds.
+        """Runs a rollout of the prompt `task` and returns it; if all attempts failed with an
+        InfrastructureFault, returns a rollout that is marked as lost. `new_model` creates the model
+        that the environment calls, a new one per attempt, so that each attempt has the same seeds.
 
         Raises the environment's other exceptions, and ValueError for a trajectory that can't be
         trained on.
@@ -44,8 +47,8 @@ class RolloutAttempts:
             return rollout
 
     def failure(self, error: BaseException, task: Prompt) -> str:
-        """Returns the message for a user whose environment raised an exception other than
-        InfrastructureFault.
+        """Returns the message for the user if the environment raised `error`, no
+        InfrastructureFault, in a rollout of `task`.
         """
         return (
             f"The environment {type(self.environment).__name__} failed with {described(error, call=True)} in a rollout of prompt "

@@ -1,4 +1,4 @@
-"""Runs rollouts on servers asynchronously, in a background thread."""
+"""Runs groups of rollouts on servers in a background thread, while the trainer trains."""
 
 import asyncio
 import itertools
@@ -24,8 +24,8 @@ LOOK_SECONDS = 0.2  # between a waiting caller's checks for a stop request
 
 
 class Begun(NamedTuple):
-    """Begun is a group in progress, with the sampling parameters and reward
-    that it was begun with.
+    """Begun is a group of rollouts in progress, with the sampling parameters and the reward that it
+    began with.
     """
 
     group: RolloutGroup
@@ -34,7 +34,9 @@ class Begun(NamedTuple):
 
 
 class StreamModel:
-    """StreamModel is the model that the environment calls in one rollout of a RolloutRunner."""
+    """StreamModel is the model on servers that the environment calls in one rollout of a
+    RolloutRunner.
+    """
 
     def __init__(self, runner: "RolloutRunner", number: int, prompt: Prompt, seed: int, how: Begun):
         self._runner, self._number, self._prompt, self._seed = runner, number, prompt, seed
@@ -44,7 +46,9 @@ class StreamModel:
     async def generate(
         self, token_ids: Sequence[int], *, max_tokens: int | None = None
     ) -> Completion:
-        """Generates a completion of `token_ids`; see `interfaces.Model`."""
+        """Generates a completion of the context `token_ids`, with a separate seed per call (turn).
+        `max_tokens`: maximum length; None: the run's maximum.
+        """
         refuse_full_context(token_ids, self.row_tokens)
         seed = turn_seed(self._seed, self._turns)
         self._turns += 1
@@ -54,8 +58,9 @@ class StreamModel:
 
 
 class RolloutRunner:
-    """RolloutRunner runs groups that any thread may begin. It keeps ended groups until they are
-    taken, in the order in which they ended.
+    """RolloutRunner runs groups of rollouts on servers in the event loop of a background thread.
+    Any thread may begin groups; ended groups are kept, in the order in which they ended, until
+    `take`.
     """
 
     def __init__(
@@ -69,8 +74,9 @@ class RolloutRunner:
         reward_limit: float = math.inf,
         loop: asyncio.AbstractEventLoop,
     ):
-        """`most_running`: most concurrent rollouts. `reward_limit`: seconds that a reward may take.
-        `row_tokens`, `repeats`, `loop`: see RunningRollouts.
+        """Starts the thread. `client`: sends requests to the servers; `environment`: runs the
+        rollouts; `most_running`: most concurrent rollouts; `reward_limit`: seconds that a reward
+        may take. `row_tokens`, `repeats`, `loop`: see RunningRollouts.
         """
         self.client, self.row_tokens, self.reward_limit = client, row_tokens, reward_limit
         self._attempts = RolloutAttempts(environment, row_tokens=row_tokens, repeats=repeats)
@@ -90,8 +96,9 @@ class RolloutRunner:
         self._loop.call_soon_threadsafe(self._begin, begun)
 
     def wait(self, enough: Callable[[Collection[int]], bool], stop: Callable[[], bool]) -> bool:
-        """Waits until `enough`, called with the numbers of ended groups in the order in which they
-        ended, returns True, or `stop` returns True. Returns whether `enough` did.
+        """Waits until `enough`, called with the numbers of the ended groups in the order in which
+        they ended, returns True, or `stop` returns True. Returns True in the first case, False in
+        the second.
 
         Raises the exception of a failed rollout or reward.
         """
@@ -111,26 +118,28 @@ class RolloutRunner:
             return self._ended.pop(number)
 
     def ended(self) -> dict[int, list[Rollout]]:
-        """Returns the rollouts of the ended groups that were not taken, by group number."""
+        """Returns the rollouts of the groups that have ended and were not taken yet, by group
+        number.
+        """
         with self._news:
             return dict(self._ended)
 
     def put(self, number: int, rollouts: list[Rollout]) -> None:
-        """Adds the rollouts of a group that had already ended when the run was saved, after a
-        resume.
+        """Adds group `number` with its rollouts after a resume: it had already ended when the run
+        was saved.
         """
         with self._news:
             self._ended[number] = rollouts
 
     def drop(self, number: int) -> None:
-        """Cancels group `number` if it is in progress; drops its rollouts if it has ended."""
+        """Cancels group `number` if it is in progress; discards its rollouts if it has ended."""
         with self._news:
             self._ended.pop(number, None)
         self._loop.call_soon_threadsafe(self._drop, number)
 
     def before(self, version: int) -> list[int]:
-        """Returns the numbers of groups that have or may get tokens of a weight version older than
-        `version`.
+        """Returns the numbers of the groups, ended or in progress, that may have tokens from
+        weights older than version `version`.
         """
         with self._news:
             ended = list(self._ended.items())
@@ -142,8 +151,8 @@ class RolloutRunner:
         return found
 
     def close(self) -> None:
-        """Cancels unfinished rollouts and ends the thread. Afterwards the event loop may be run
-        elsewhere.
+        """Cancels unfinished rollouts and ends the thread. Afterwards another thread may run the
+        event loop.
         """
         ending = asyncio.run_coroutine_threadsafe(self._close(), self._loop)
         ending.result()

@@ -1,4 +1,4 @@
-"""Runs an environment's coroutines in the same thread as the engine that generates their
+"""Runs an environment's coroutines (rollouts) in the same thread as the engine that generates their
 completions.
 """
 
@@ -21,8 +21,9 @@ PASSES = 8  # of the event loop between two engine steps, while rollouts wait fo
 
 
 def refuse_full_context(token_ids: Sequence[int], row_tokens: int) -> None:
-    """Raises ContextTooLong if a context of `token_ids` leaves no room for a completion within
-    `row_tokens`; ValueError if the context is empty.
+    """Checks a context before it is sent to an engine. Raises ContextTooLong if its `token_ids`
+    leave no room for a completion within `row_tokens`, the limit on both together; ValueError if it
+    is empty.
     """
     if not len(token_ids):
         raise ValueError("the model was asked with no token")
@@ -34,7 +35,9 @@ def refuse_full_context(token_ids: Sequence[int], row_tokens: int) -> None:
 
 
 class RolloutModel:
-    """RolloutModel is the model that the environment calls in one rollout of RunningRollouts."""
+    """RolloutModel is the model that the environment calls in one rollout of RunningRollouts; this
+    process's engine generates its completions.
+    """
 
     def __init__(self, running: "RunningRollouts", place: int, seed: int):
         self._running, self._place, self._seed = running, place, seed
@@ -44,14 +47,18 @@ class RolloutModel:
     async def generate(
         self, token_ids: Sequence[int], *, max_tokens: int | None = None
     ) -> Completion:
-        """Generates a completion of `token_ids`; see `interfaces.Model`."""
+        """Generates a completion of the context `token_ids`, with a separate seed per call (turn).
+        `max_tokens`: maximum length; None: the run's maximum.
+        """
         turn, self._turns = self._turns, self._turns + 1
         seed = turn_seed(self._seed, turn)
         return await self._running.completion(self._place, token_ids, turn, seed, max_tokens or 0)
 
 
 class Outstanding(NamedTuple):
-    """Outstanding is an unfinished engine request, with the future that its rollout awaits."""
+    """Outstanding is an engine request without a completion yet, with the future that its rollout
+    awaits.
+    """
 
     future: "asyncio.Future[Completion]"
     place: int
@@ -61,8 +68,9 @@ class Outstanding(NamedTuple):
 
 
 class RunningRollouts:
-    """RunningRollouts runs one coroutine per rollout. The coroutines run when the engine's thread
-    calls `advance`; between these calls they wait for completions or tools.
+    """RunningRollouts runs the environment's coroutine of each rollout, in the engine's thread. The
+    coroutines advance only within calls of its methods, between engine steps, and otherwise wait
+    for completions or tools.
     """
 
     def __init__(
@@ -78,13 +86,13 @@ class RunningRollouts:
         partials: PartialRollouts | None = None,
         loop: asyncio.AbstractEventLoop | None = None,
     ):
-        """`seeds`: seed of each rollout's first turn; `expected_lengths`: expected number of tokens
-        of each rollout's completion. `row_tokens`: the engine's limit on prompt and completion
-        together. `sampling`: the sampling parameters. `repeats`: how often a rollout is run again
-        after an InfrastructureFault, before the rollout is lost. `partials`: partial completions to
-        continue and to record; None: no completions are continued or recorded. `loop`: an event
-        loop for the whole run, since objects of the environment may be bound to it; None: a new
-        loop.
+        """Prepares rollouts of `prompts`, which `begin` starts. `seeds`: seed of each rollout's
+        first turn; `expected_lengths`: expected number of tokens of each rollout's completion.
+        `row_tokens`: the engine's limit on prompt and completion together. `sampling`: the sampling
+        parameters. `repeats`: how often a rollout is run again after an InfrastructureFault, before
+        the rollout is lost. `partials`: partial completions to continue and to record; None: no
+        completions are continued or recorded. `loop`: an event loop for the whole run, since
+        objects of the environment may be bound to it; None: a new loop.
         """
         self.row_tokens, self.sampling = row_tokens, sampling
         self.prompts, self.seeds = prompts, seeds
@@ -109,7 +117,9 @@ class RunningRollouts:
 
     @property
     def silent(self) -> int:
-        """Returns the number of rollouts that have begun and have not sent a request yet."""
+        """Returns the number of rollouts that have begun and have not sent a request to the engine
+        yet.
+        """
         return len(self._silent)
 
     @property
@@ -118,15 +128,15 @@ class RunningRollouts:
         return len(self._tasks) > len(self._completions) + len(self._new)
 
     def begin(self, places: Sequence[int]) -> None:
-        """Starts the rollouts of the tasks at the indices `places`."""
+        """Starts the rollouts of the prompts at the indices `places`."""
         self._silent |= set(places)
         for place in places:
             self._tasks[place] = self._loop.create_task(self._run(place))
         self.advance()
 
     def asked(self) -> list[Request]:
-        """Returns the requests that rollouts have sent since the last call. Requests are numbered
-        in this order.
+        """Returns the requests that rollouts have sent since the last call. Over all calls,
+        requests are numbered from 0 in this order.
         """
         self._completions |= enumerate(self._new, start=self._numbers)
         self._numbers += len(self._new)
@@ -134,8 +144,8 @@ class RunningRollouts:
         return asked
 
     def resume(self, numbers: Sequence[int], completions: Sequence[Completion]) -> None:
-        """Passes completions to the rollouts that requested them, by request number; these rollouts
-        then continue.
+        """Passes completions to the rollouts that requested them; these rollouts then continue.
+        `numbers`: the numbers of their requests, see `asked`.
         """
         for number, completion in zip(numbers, completions, strict=True):
             asked = self._completions.pop(number)
@@ -147,7 +157,9 @@ class RunningRollouts:
         self.advance()
 
     def broken_off(self, parts: Mapping[int, PartialCompletion]) -> None:
-        """Records the partial completions of aborted requests, by request number."""
+        """Records the partial completions of requests that the engine has aborted. `parts`: request
+        number (see `asked`) -> tokens so far.
+        """
         assert self.partials is not None
         for number, part in parts.items():
             self._noted(self._completions[number], self.partials, part)
@@ -161,8 +173,8 @@ class RunningRollouts:
             self.advance()
 
     def advance(self) -> None:
-        """Runs all coroutines that can run now, until no more requests are sent and no more
-        rollouts end.
+        """Runs the coroutines of all rollouts as far as they get without further completions, i.e.
+        until no more requests are sent and no more rollouts end.
 
         Raises EnvironmentFailed if an environment raised an exception.
         """
@@ -191,7 +203,8 @@ class RunningRollouts:
     ) -> Completion:
         """Requests a completion of `token_ids` with at most `most` tokens (0: the engine's limit)
         and awaits it. If a partial completion of the same turn is known, requests only the missing
-        tokens.
+        tokens. `place`: index of the rollout's prompt; `turn`: number of the turn, from 0; `seed`:
+        the turn's seed.
 
         Raises ContextTooLong if the context leaves no room for a completion.
         """
@@ -220,8 +233,8 @@ class RunningRollouts:
     def _noted(
         asked: Outstanding, partials: PartialRollouts, more: PartialCompletion
     ) -> PartialCompletion:
-        """Appends the newly generated tokens `more` to the completion of a request, records the
-        result in `partials` and returns it.
+        """Appends `more`, the tokens that the engine has generated for the request `asked`, to the
+        earlier part of its completion. Records the result in `partials` and returns it.
         """
         completion = asked.before.with_more(more)
         partials.note(asked.place, asked.turn, asked.context, completion)

@@ -1,5 +1,5 @@
-"""Stops a generation on all engines at the same step once the finished rollouts suffice, and
-assigns tasks to engines until then.
+"""Stops a generation on all engines at the same step, once the finished rollouts of all engines
+suffice, and assigns tasks to engines until then.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,14 +16,15 @@ EVERY = 16  # engine steps from one decision to the next
 
 
 class StopConsensus:
-    """StopConsensus collects the finished rollouts of all processes; every process calls it after
-    each step of its engine. A call returns whether the generation ends.
+    """StopConsensus decides, on all processes together, when a generation has enough rollouts.
+    Every process calls it after each step of its engine; the call returns whether the generation
+    ends.
 
-    Decisions are made after the same steps of every engine, however long these took, and use the
-    rollouts that had finished by the previous decision, waiting for their scores. So the same
-    requests end with the same completions in every run, and rewards have EVERY steps of time before
-    an engine waits for them. (A tool with varying latency changes which rollouts are finished at a
-    decision.) A request to stop the run also ends the generation, with `given_up` set.
+    Decisions are made every EVERY engine steps, however long these took, and use the rollouts that
+    had finished by the previous decision, waiting for their scores. So the same requests end with
+    the same completions in every run, and rewards have EVERY steps of time before an engine waits
+    for them. (A tool with varying latency changes which rollouts are finished at a decision.) A
+    request to stop the run also ends the generation, with `given_up` set.
 
     At each decision, engines with room are assigned tasks that have not begun
     (`request_queues.Dealt`).
@@ -40,9 +41,11 @@ class StopConsensus:
         speaks: bool,
         processes: int,
     ):
-        """`requests`: number of all tasks of the generation; `queue`: the tasks of this process's
-        engine; `processes`: number of processes per engine; `speaks`: whether this is its engine's
-        first process.
+        """Starts a generation. `judging`: the rollouts that ended in this process, with their
+        scores; `queue`: the tasks of this process's engine; `requests`: number of all tasks of the
+        generation; `enough`: returns whether the rollouts so far suffice; `host`: shared memory for
+        gathered rollouts; `speaks`: whether this is its engine's first process; `processes`: number
+        of processes per engine.
         """
         self.judging, self.queue, self.enough = judging, queue, enough
         self.host, self.speaks, self.processes = host, speaks, processes
@@ -57,9 +60,9 @@ class StopConsensus:
         return self._steps == EVERY and self._decide(idle=False)
 
     def wait(self, *, broken: bool = False) -> bool:
-        """Takes part in decisions while this process's engine is idle. Returns True when the engine
-        was assigned a task, False when the generation ends. `broken`: the engine broke down and is
-        assigned no task.
+        """Takes part in decisions while this process's engine is idle. Returns True as soon as the
+        engine is assigned a task, False when the generation ends. `broken`: whether the engine
+        broke down, so that it is assigned no task.
         """
         while not self.over and not self.given_up:
             self._decide(idle=True, broken=broken)
@@ -68,16 +71,17 @@ class StopConsensus:
         return False
 
     def finish(self) -> None:
-        """Gathers the rollouts that have ended since the last decision, with their scores; a
-        collective.
+        """Gathers the rollouts, with their scores, that have ended since the last decision, once
+        the generation has ended; a collective.
         """
         own = self.judging.scored(self._told) if self.speaks else {}
         where, rollouts, _ = gathered(own, self.host)
         self._note(where, rollouts)
 
     def _decide(self, *, idle: bool, broken: bool = False) -> bool:
-        """Makes one decision; a collective. Returns whether the generation ends. `idle`: this
-        process's engine has no requests; `broken`: it broke down.
+        """Makes one decision together with all other processes; a collective. Returns whether the
+        generation ends. `idle`: whether this process's engine has no requests; `broken`: whether it
+        broke down.
         """
         self._steps = 0
         asked, own = preemption.asked(), dict[int, Rollout]()

@@ -26,17 +26,19 @@ OTHERS = -1  # groups that are no tasks of the run get numbers below this
 
 
 class StreamingPool(ServerPool):
-    """StreamingPool is a RolloutEngine and a RolloutStream over the same servers: groups of
-    rollouts run independently of the trainer, which takes groups that have ended.
+    """StreamingPool is a RolloutEngine and a RolloutStream on the same servers: groups of rollouts
+    run independently of the trainer, which takes groups that have ended.
 
-    The first process runs the groups; all processes know which groups are in progress.
+    The first process of the run sends the requests of the groups; all processes know which groups
+    are in progress.
     """
 
     pauses_between_takes = False
 
     def __init__(self, engine: ServerEngine, *arguments: Any, reward_limit: float, **options: Any):
-        """Builds the pool and, on the first process, starts its RolloutRunner; a collective.
-        `arguments` and `options`: see EnginePool. `reward_limit`: seconds that a reward may take.
+        """Builds the pool; a collective. On the first process, starts the thread that runs rollouts
+        (RolloutRunner). `arguments` and `options`: see EnginePool. `reward_limit`: seconds that a
+        reward may take.
         """
         super().__init__(engine, *arguments, reward_limit=reward_limit, **options)
         self._under_way: dict[int, RolloutGroup] = {}
@@ -102,8 +104,9 @@ class StreamingPool(ServerPool):
         enough: Enough | None = None,
         expected_lengths: Sequence[float] | None = None,
     ) -> Sequence[Rollout | None]:
-        """Implements RolloutEngine.generate while the groups in progress continue; does not support
-        `enough`.
+        """Generates and scores one rollout per prompt (see EnginePool.generate), for example in an
+        evaluation, while the groups in progress continue. `enough` must be None; `expected_lengths`
+        is not used.
         """
         assert enough is None, "validation refuses what would ask for it"
         groups = []
@@ -123,13 +126,15 @@ class StreamingPool(ServerPool):
         return {number: found for number, found in ended.items() if number in self._under_way}
 
     def put(self, group: RolloutGroup, rollouts: Sequence[Rollout]) -> None:
-        """Adds a group that had already ended when the run was saved, after a resume."""
+        """Adds a group with its rollouts after a resume: it had already ended when the run was
+        saved.
+        """
         self._under_way[group.number] = group
         if self._runner is not None:
             self._runner.put(group.number, list(rollouts))
 
     def forget(self, numbers: Sequence[int]) -> Sequence[RolloutGroup]:
-        """Removes groups, whether ended or in progress, and returns them."""
+        """Removes the groups with these numbers, whether ended or in progress, and returns them."""
         if self._runner is not None:
             for number in numbers:
                 self._runner.drop(number)
@@ -160,7 +165,7 @@ class StreamingPool(ServerPool):
 
     def _wait(self, enough: Callable[[Collection[int]], bool], *, late: bool = True) -> None:
         """Waits on every process until `enough`, called with the numbers of the ended groups,
-        returns True. With `late`, servers that have joined since the last push get its weights
+        returns True. `late`: whether servers that have joined since the last push get its weights
         during the wait.
 
         Raises Preempted if the run is asked to stop first, EngineFault if no server is left and
@@ -204,8 +209,8 @@ class StreamingPool(ServerPool):
         self._late_tried = time.monotonic()
 
     def _has_late(self) -> bool:
-        """Returns whether some servers lack the last push and enough time has passed to try to push
-        to them again.
+        """Returns whether some servers lack the last push's weights and it is time to push to them:
+        LATE_SECONDS after the last attempt, and later after each failure.
         """
         waited = time.monotonic() - self._late_tried
         return waited > self._late_wait and bool(self._server_group.late)

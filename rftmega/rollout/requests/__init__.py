@@ -1,4 +1,6 @@
-"""Requests to engines: their content, their order, and partial completions."""
+"""Requests for completions to engines: their content, the order in which engines begin them, and
+partial completions.
+"""
 
 from rftmega.rollout.requests.request import Finished, PromptBatch, Request, Requests
 

@@ -1,5 +1,5 @@
-"""Reference implementation of the token distribution that a `Sampling` describes; fast engines are
-tested against it.
+"""Reference implementation of the next-token distribution that a `Sampling` (temperature, top-k,
+top-p, min-p) describes; fast engines are tested against it.
 """
 
 import math
@@ -10,8 +10,9 @@ from rftmega.core.types import Sampling
 
 
 def log_probs_of(logits_V: Tensor, sampling: Sampling) -> Tensor:
-    """Returns the log-probs [V] of the sampling distribution for the logits of one position; -inf
-    for tokens that are never sampled.
+    """Returns the log-probs [V] of the sampling distribution, renormalised after min-p, top-k and
+    top-p, for the logits [V] of one position; -inf for tokens that are never sampled. With
+    temperature 0, returns the log-probs of the unscaled logits.
     """
     logp = (logits_V / (sampling.temperature or 1.0)).log_softmax(-1)
     if not sampling.temperature:

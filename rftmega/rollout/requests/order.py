@@ -1,5 +1,5 @@
-"""Orders requests for engines, longest first, for balanced load: each engine gets a first share,
-and further requests when it has room.
+"""Orders requests, longest first, and divides them among engines for a balanced load: each engine
+begins with a first share, and gets further requests when it has room.
 """
 
 import itertools
@@ -15,8 +15,9 @@ PIECES = 4
 
 
 class RequestOrder(NamedTuple):
-    """RequestOrder holds the indices of requests: `first` has the requests that each engine begins
-    at once, `rest` the remaining requests in the order in which they should begin.
+    """RequestOrder is a plan of the order in which engines begin requests, as lists of request
+    indices: `first` has, for each engine, the requests that it begins at once; `rest` has the
+    remaining requests in the order in which they should begin.
 
     An engine with room takes one list of `rest` at a time: neighbouring requests with the same
     prompt, which share their prefix cache on one engine.
@@ -32,9 +33,12 @@ def ordered(
     engines: int,
     slots: int,
 ) -> RequestOrder:
-    """Orders requests by `expected`, their expected numbers of tokens, longest first. The `engines`
-    engines are assigned requests of about the same total expected length; an engine begins the
-    first `slots` of its requests at once, or a few more if these share a prompt.
+    """Plans which engine begins which requests and when, longest first. The first shares have about
+    the same total expected length.
+
+    `expected`: expected tokens of each completion, or anything proportional; `engines`: number of
+    engines; `slots`: how many requests an engine begins at once, or a few more if these share a
+    prompt.
 
     Requests are assigned in groups of neighbours with equal prompts, each to the engine with the
     least load (Graham, Bounds on multiprocessing timing anomalies, 1969). The groups get smaller
@@ -63,8 +67,9 @@ def ordered(
 
 
 def _cut(runs: Sequence[list[int]], largest: Callable[[int], int]) -> Iterator[list[int]]:
-    """Splits runs of requests and yields the parts. `largest` returns the most requests of a part,
-    given the number of requests left; a part has at least one.
+    """Splits each of `runs`, lists of requests with equal prompts, into parts and yields the parts.
+    `largest` returns the most requests of a part, given the number of requests not yet yielded; a
+    part has at least one.
     """
     left = sum(len(run) for run in runs)
     for run in runs:
@@ -77,7 +82,9 @@ def _cut(runs: Sequence[list[int]], largest: Callable[[int], int]) -> Iterator[l
 
 
 class Waiting:
-    """Waiting holds the requests that have not begun, when one process serves all engines."""
+    """Waiting holds the requests that no engine has begun, when one process sends the requests of
+    all engines.
+    """
 
     def __init__(self, order: RequestOrder):
         self._own = [deque(places) for places in order.first]
@@ -86,19 +93,22 @@ class Waiting:
         self._rest = deque(order.rest)
 
     def add(self, number: int, place: int) -> None:
-        """Adds request `place`, a later turn of a rollout; only engine `number` may begin it."""
+        """Adds a later turn of a rollout, the request with index `place`; only engine `number`,
+        which served the earlier turns, may begin it.
+        """
         self._further[number].append(place)
 
     def withdrawn(self, number: int) -> list[int]:
-        """Removes and returns the later turns that engine `number` has not begun."""
+        """Removes and returns the indices of the later turns that engine `number` has not begun."""
         left = list(self._further[number])
         self._further[number].clear()
         return left
 
     def taken(self, room: Mapping[int, int]) -> Iterator[tuple[int, int]]:
-        """Yields (engine number, request index) of the requests to begin. `room`: how many requests
-        each engine can begin. An engine first gets its later turns and its own share, then a list
-        of `RequestOrder.rest`, and finally requests from the share of an engine without room.
+        """Yields (engine number, request index) for each request that should begin now. `room`:
+        number of requests that each engine can begin, by engine number. An engine first gets its
+        later turns and its first share, then a list of `RequestOrder.rest`, and finally requests
+        from the share of another engine.
         """
         left = dict(room)
         for take in (self._next, self._anothers):

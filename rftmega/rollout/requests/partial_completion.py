@@ -14,8 +14,9 @@ from rftmega.core.types import Completion
 
 @dataclass(frozen=True)
 class PartialCompletion:
-    """PartialCompletion is a completion or the first part of one, with a weight version and
-    log-prob per token. `reason` is stop, length, or abort if it can be continued.
+    """PartialCompletion is a completion or the first part of one. It has a log-prob and a weight
+    version (`of_tokens`) per token, since parts may be generated with different weights. `reason`
+    is the finish reason: stop, length, or abort if the completion can be continued.
     """
 
     token_ids: "array[Any]" = field(default_factory=lambda: array("i"))
@@ -26,7 +27,7 @@ class PartialCompletion:
 
     @staticmethod
     def of(completion: Completion) -> "PartialCompletion":
-        """Converts a finished Completion."""
+        """Returns a finished Completion as a PartialCompletion."""
         versions = completion.versions or array("i", [completion.policy_version]) * len(
             completion.token_ids
         )
@@ -39,7 +40,7 @@ class PartialCompletion:
         )
 
     def with_more(self, more: "PartialCompletion") -> "PartialCompletion":
-        """Returns this completion with the tokens of `more` appended."""
+        """Returns this completion with the tokens of `more`, its continuation, appended."""
         return PartialCompletion(
             self.token_ids + more.token_ids,
             self.logprobs + more.logprobs,
@@ -53,7 +54,7 @@ class PartialCompletion:
         return set(self.of_tokens)
 
     def whole(self) -> Completion:
-        """Returns the finished completion as a Completion."""
+        """Returns this completion, which must be finished (stop or length), as a Completion."""
         assert self.reason in ("stop", "length"), self.reason
         newest = self.of_tokens[-1]
         mixed = self.of_tokens if len(self.versions) > 1 else ()

@@ -9,7 +9,7 @@ from rftmega.rollout.requests.partial_completion import PartialCompletion
 
 
 class Request(NamedTuple):
-    """Request asks an engine for one completion of `token_ids`."""
+    """Request asks an engine for one completion of the context `token_ids`."""
 
     token_ids: Sequence[int]
     seed: int
@@ -21,15 +21,15 @@ class Request(NamedTuple):
     answered: int = 0  # number of tokens at the end of `token_ids` that begin the completion
 
     def limit(self, longest: int) -> int:
-        """Returns how many more tokens the completion may have. `longest`: the engine's own limit
-        on a completion.
+        """Returns how many more tokens an engine may generate: the request's limit or, if smaller,
+        `longest`, the engine's own limit on a completion, less the tokens generated before.
         """
         return (min(self.most, longest) if self.most else longest) - self.answered
 
 
 class Requests(Protocol):
-    """Requests is the source from which an engine takes requests, also while it serves earlier
-    ones.
+    """Requests is the interface of a source of requests that an engine serves: the engine takes
+    further requests while it generates earlier ones, and returns the completions.
 
     If an engine has several processes, each of them calls every method after the same engine steps.
     """
@@ -38,31 +38,35 @@ class Requests(Protocol):
 
     def take(self, room: int) -> Sequence[Request]:
         """Returns further requests for an engine that can begin `room` more, sometimes a few more
-        than `room`; [] if there are none at the moment.
+        than `room`; an empty sequence if there are none at the moment.
 
-        Requests are numbered in the order in which they are returned. An engine is done if it has
-        no unfinished requests and gets none.
+        Requests are numbered from 0 in the order in which they are returned. An engine is done when
+        it has no unfinished requests and gets none here.
         """
 
     def finished(self, numbers: Sequence[int], completions: Sequence[Completion]) -> None:
-        """Receives completions as soon as they are finished, with the numbers of their requests;
-        each completion is passed once.
+        """Receives completions from the engine as soon as they are finished, each once. `numbers`:
+        the number of each completion's request, see `take`.
         """
 
     def stopped(self) -> bool:
-        """Returns whether the engine should stop and abort its unfinished requests; called after
-        each engine step.
+        """Returns whether the engine should stop and abort its unfinished requests. The engine
+        calls it after each step.
         """
 
     def broken_off(self, parts: Mapping[int, PartialCompletion]) -> None:
-        """Receives the partial completions of aborted requests, by request number."""
+        """Receives from the engine the partial completions of requests that it is about to abort,
+        by request number (see `take`).
+        """
 
 
 Finished = Callable[[Sequence[int], Sequence[Completion]], None]
 
 
 class PromptBatch:
-    """PromptBatch is a Requests for a list of prompts that are all available from the start."""
+    """PromptBatch is a Requests source for a fixed list of prompts: it returns all of them at the
+    first `take`, and collects the completions.
+    """
 
     wants_parts = False
 

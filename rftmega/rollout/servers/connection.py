@@ -26,18 +26,23 @@ class Disconnected(ConnectionError):
 
 
 class CompletionRefused(EngineError):
-    """CompletionRefused is raised for an invalid request, which every server would refuse."""
+    """CompletionRefused is raised if a server refuses a request as invalid; every server would
+    refuse it.
+    """
 
 
 class ServerConnection:
-    """ServerConnection is one WebSocket to a server, for use in one event loop. It is opened at the
-    first request.
+    """ServerConnection is one WebSocket to a server that carries many completion requests at a
+    time, for use in one event loop. It is opened at the first request.
     """
 
     def __init__(
         self, address: str, headers: Mapping[str, str], *, tls: ssl.SSLContext | None = None
     ):
-        """`address`: the server's http or https URL; `tls`: the trusted certificates for https."""
+        """Stores the address without connecting. `address`: the server's http or https URL;
+        `headers`: HTTP headers of the handshake, which authenticate; `tls`: the trusted
+        certificates for https, None for the system's.
+        """
         self._tls = tls
         self._url = "ws" + address.removeprefix("http") + protocol.SOCKET
         self._headers = dict(headers)
@@ -57,9 +62,10 @@ class ServerConnection:
         salt: str = "",
         adapter: int = 0,
     ) -> protocol.ServerReply:
-        """Requests a completion of `token_ids` and returns it. Cancelling the call cancels the
-        request. `sampling`: arguments of vLLM's SamplingParams; `salt`: requests with different
-        salts share no prefix cache; `adapter`: number of the adapter, 0 for the base model.
+        """Requests a completion of `token_ids` and returns the server's reply. Cancelling the call
+        cancels the request on the server. `sampling`: arguments of vLLM's SamplingParams; `salt`:
+        requests with different salts share no prefix cache; `adapter`: number of the LoRA adapter,
+        0 for the base model.
 
         Raises Disconnected if the connection can't be opened or breaks; CompletionRefused if the
         request is invalid; EngineError if the server fails otherwise.
@@ -113,8 +119,8 @@ class ServerConnection:
             self._reading = asyncio.create_task(self._read(self._socket))
 
     def _say(self, message: protocol.Ask | protocol.Cancel) -> None:
-        """Queues a message for sending. All queued messages are sent together, since each send
-        costs more than its content.
+        """Queues a message for sending. All queued messages are sent together in one WebSocket
+        message, since each send costs more than its content.
         """
         self._unsent.append(message)
         if self._sending is None or self._sending.done():
@@ -142,8 +148,8 @@ class ServerConnection:
             self._broke(f"broke off ({error!r})")
 
     def _told(self, reply: protocol.ServerReply | protocol.Failure) -> None:
-        """Passes a reply to the caller that waits for it; ignores the reply to a cancelled request.
-        Raises ProtocolError for a reply to an unknown request.
+        """Passes a server's reply to the `ask` call that waits for it; ignores the reply to a
+        cancelled request. Raises ProtocolError for a reply to an unknown request.
         """
         waiting = self._waiting.get(reply.number)
         if waiting is None or waiting.done():

@@ -36,26 +36,30 @@ class ServerHealth:
         self._current = False  # has the newest weights
 
     def came(self) -> None:
-        """Records that the server has started or come back: it responds, with unknown weights."""
+        """Records that the server has started or come back: it responds, but needs a push, since
+        nobody knows its weights.
+        """
         self.starts += 1
         self.landings = 0
         self.state, self._current, self._probes = ServerState.STALE, False, 0
         self._fruitless = 0
 
     def landed(self) -> None:
-        """Records that the server has received a complete push."""
+        """Records that the server has received all weights of a push: it may get requests."""
         self.landings += 1
         self.state, self._current, self._probes = ServerState.HEALTHY, True, 0
 
     def missed(self) -> None:
-        """Records that the server missed a push that other servers may have received."""
+        """Records that the server did not receive a push, so that it gets no requests before
+        another.
+        """
         self._current = False
         if self.state is ServerState.HEALTHY:
             self.state = ServerState.STALE
 
     def failed(self) -> bool:
-        """Records a failed request. Returns False if the server was already known to be unusable,
-        else True.
+        """Records a failed request. Returns True if this is news, False if the server was already
+        suspect, dead or restarting.
         """
         if self.state in (ServerState.SUSPECT, ServerState.DEAD, ServerState.RESTARTING):
             return False
@@ -69,17 +73,19 @@ class ServerHealth:
         return True
 
     def answered(self, tokens: int) -> None:
-        """Records a valid completion of `tokens` tokens."""
+        """Records that the server returned a valid completion of `tokens` tokens."""
         self.requests += 1
         self.tokens += tokens
         self._fruitless = 0
 
     def died(self) -> None:
-        """Records that the server has ended."""
+        """Records that the server's process has ended or that the server is unusable."""
         self.state, self._current = ServerState.DEAD, False
 
     def absent(self) -> None:
-        """Records that the server does not respond or may not be used. It is tried again later."""
+        """Records that the server does not respond or may not be used. It is tried again after a
+        wait that doubles each time, up to LONGEST_WAIT seconds.
+        """
         self.died()
         self._probes += 1
         self._wait_for_next_probe()
@@ -89,12 +95,16 @@ class ServerHealth:
 
     @property
     def probe_is_due(self) -> bool:
-        """Returns whether the server should be probed now."""
+        """Returns whether the server needs a probe, since it failed, and the wait before it is
+        over.
+        """
         waits = self.state in (ServerState.SUSPECT, ServerState.DEAD)
         return waits and self._clock() >= self._next_probe
 
     def probed(self, answered: bool) -> None:
-        """Records the result of a probe: `answered` is whether the server replied in time."""
+        """Records the result of a probe (test request). `answered`: whether the server replied in
+        time.
+        """
         if answered:
             self._probes = 0
             self.state = ServerState.HEALTHY if self._current else ServerState.STALE

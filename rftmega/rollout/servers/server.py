@@ -49,11 +49,12 @@ class Server(ServerClient):
         port: int = 0,
         tls: tuple[str, str] | None = None,
     ):
-        """Starts the server process and returns at once; call `wait` next.
+        """Starts the server process and returns at once; `wait` then waits until it responds.
 
-        `environment`: the server's environment variables, with the key that it requires. `log`:
-        file for its output. `host`: the address of this host on which it listens. `port`: 0 for a
-        free port. `tls`: certificate and key files for https.
+        `arguments`: command-line arguments of `vllm serve`; `environment`: the server's environment
+        variables, with the authentication key; `log`: file for its output. `host`: the address of
+        this host on which it listens. `port`: 0 for a free port. `tls`: certificate and key files
+        for https.
         """
         with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -112,8 +113,8 @@ class Server(ServerClient):
 
     def _refuses(self) -> bool:
         """Returns whether starting the server again would fail the same way: the exit code is 2,
-        which argparse uses for invalid arguments, or the log shows an error in MISTAKE, which
-        vLLM's checks raise.
+        which argparse uses for invalid arguments, or the log shows an error in MISTAKE and none in
+        PASSING (memory or ports that may become free).
         """
         said = self._said()[self._begin :].decode(errors="replace")
         code = self._process.poll()
@@ -133,8 +134,8 @@ class Server(ServerClient):
 
 
 def _believes(certificate: str) -> ssl.SSLContext:
-    """Returns an SSL context that trusts only the certificate in this file, for any host name and
-    issuer.
+    """Returns an SSL context that trusts only the certificate in the file `certificate`, for any
+    host name and issuer.
     """
     believed = ssl.create_default_context(cafile=certificate)
     believed.check_hostname = False
@@ -143,7 +144,7 @@ def _believes(certificate: str) -> ssl.SSLContext:
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:
-    """Ends all processes of a server's session, including stopped ones."""
+    """Ends `process`, a server, with all processes of its session, including stopped ones."""
     process.terminate()
     with suppress(ProcessLookupError):
         # after SIGTERM, so that a continued process only ends

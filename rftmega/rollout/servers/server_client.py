@@ -1,4 +1,4 @@
-"""HTTP and WebSocket client of one vLLM server."""
+"""Client of one vLLM server over HTTP and WebSocket."""
 
 import asyncio
 import ssl
@@ -38,9 +38,7 @@ Told = TypeVar("Told", str, int)
 
 
 class Connections(NamedTuple):
-    """Connections holds the HTTP client and the WebSocket to one server, for
-    use in one event loop.
-    """
+    """Connections holds one server's HTTP client and WebSocket, for use in one event loop."""
 
     server: "ServerClient"
     client: httpx.AsyncClient
@@ -52,10 +50,10 @@ class Connections(NamedTuple):
 
 
 class ServerClient:
-    """ServerClient is the trainer's client of one server: it has the server's address and sends its
-    requests.
+    """ServerClient is the trainer's client of one vLLM server that runs this package: it sends
+    requests, weights and health checks to the server's address.
 
-    This class is for servers that the run does not start itself.
+    This class itself is for servers that the run does not start; subclasses are for others.
     """
 
     own = False  # whether this process started it
@@ -74,8 +72,9 @@ class ServerClient:
     def __init__(
         self, address: str, headers: Mapping[str, str], *, tls: ssl.SSLContext | None = None
     ):
-        """`address`: the server's URL, http://HOST:PORT or https. `headers`: sent with every
-        request. `tls`: the trusted certificates; None for the system's.
+        """Stores the address without connecting. `address`: the server's URL, http://HOST:PORT or
+        https. `headers`: sent with every request, with the authentication key. `tls`: the trusted
+        certificates; None for the system's.
         """
         self.address, self.headers, self.tls = address, dict(headers), tls
 
@@ -86,13 +85,13 @@ class ServerClient:
 
     @property
     def verified(self) -> ssl.SSLContext | bool:
-        """Returns how to verify the server's certificate, as httpx's argument `verify`."""
+        """Returns httpx's argument `verify`, by which the server's certificate is checked."""
         return self.tls or self.address.startswith("https:")
 
     @property
     def alive(self) -> bool:
-        """Returns whether the server's process may be alive: always True here, as only a request
-        can show it.
+        """Returns whether the server's process may be running: always True here, as only a request
+        to the remote server can tell.
         """
         return True
 
@@ -110,7 +109,7 @@ class ServerClient:
     def there(self) -> bool:
         """Returns whether the server responds to a health check.
 
-        Raises EngineError if the server rejects the key.
+        Raises EngineError if the server rejects the authentication key.
         """
         try:
             reply = self._asked("GET", "/health", HEALTH_SECONDS)
@@ -125,8 +124,9 @@ class ServerClient:
     def post(
         self, path: str, body: dict[str, Any] | None = None, seconds: float | None = None
     ) -> None:
-        """Sends a POST request to `path` with the JSON `body`. `seconds`: time limit; None: a limit
-        by path. Raises EngineError if the reply is an error, EngineFault if there is no reply.
+        """Sends a POST request to `path` with the JSON `body`. `seconds`: time limit; None:
+        LONG_SECONDS for slow requests (`long`), else CONTROL_SECONDS. Raises EngineError if the
+        reply is an error, EngineFault if there is no reply.
         """
         limit = seconds or (LONG_SECONDS if path in self.long else CONTROL_SECONDS)
         self._post(path, limit, json=body)
@@ -150,8 +150,9 @@ class ServerClient:
         parameters: Mapping[str, Any] | None = None,
         seconds: float = CONTROL_SECONDS,
     ) -> dict[str, Any]:
-        """Sends a GET request of `path` and returns the JSON object in the reply. Raises
-        EngineFault if the request fails, takes longer than `seconds` or returns no JSON object.
+        """Sends a GET request to `path` with the query `parameters` and returns the JSON object in
+        the reply. Raises EngineFault if the request fails, takes longer than `seconds` or returns
+        no JSON object.
         """
         reply = self._asked("GET", path, seconds, params=parameters)
         if reply.status != httpx.codes.OK:
@@ -159,9 +160,9 @@ class ServerClient:
         return self._read(path, reply)
 
     def samples(self, tokens: Mapping[str, int]) -> dict[str, str]:
-        """Returns checksums of the patches that the server makes of sample images and videos, by
-        media kind (`image_prompts.samples_of_vllm`). `tokens`: the placeholder token of each media
-        kind.
+        """Returns checksums of the patches that the server's preprocessing makes of a built-in
+        sample image and video, by media kind (`image_prompts.samples_of_vllm`). `tokens`:
+        placeholder token of each media kind ("image", "video").
 
         Raises EngineFault if the server does not respond.
         """
@@ -180,20 +181,20 @@ class ServerClient:
             )
 
     def identity(self) -> str:
-        """Returns an id of the server that changes when the server restarts or gets a new owner.
-        Raises EngineFault if the reply lacks the id.
+        """Returns an id that the server reports and that changes when it restarts or gets another
+        owner (run). Raises EngineFault if the reply lacks the id.
         """
         return self._told_of(auth.IDENTITY, "identity", str)
 
     def workers(self) -> int:
-        """Returns the number of the server's model processes. Raises EngineFault if the reply lacks
-        the number.
+        """Returns the number of the server's vLLM workers (model processes). Raises EngineFault if
+        the reply lacks the number.
         """
         return self._told_of("/get_world_size", "world_size", int)
 
     def claim(self, name: str) -> None:
-        """Claims the server for this run, or renews the run's lease. `name`: description of this
-        run, shown to other runs.
+        """Takes the lease of the server for this run, or renews it; the server then refuses other
+        runs. `name`: description of this run, shown to other runs.
 
         Raises ServerTaken if another run holds the server.
         """
@@ -211,19 +212,22 @@ class ServerClient:
     # steps of a push; each raises EngineError if it fails
 
     def stop(self, on_update: str) -> None:
-        """Pauses the server before it gets new weights, in the way that the option
-        rollout.on_update (`on_update`) selects.
+        """Pauses generation on the server before a push. `on_update`: the option rollout.on_update,
+        which decides whether running requests end first, are aborted, or continue after the push.
         """
         self.post(PAUSES[on_update])
 
     def join(self, init_info: dict[str, Any]) -> None:
-        """Initialises the server's weight transfer with `init_info`, which depends on the
-        transport.
+        """Prepares the server for pushes. `init_info`: arguments of vLLM's
+        `init_weight_transfer_engine`, which depend on the transport, e.g. tensor names or the
+        address of a process group.
         """
         self.post(EXPECT, {"init_info": init_info})
 
     def take(self, update_info: dict[str, Any]) -> None:
-        """Transfers the weights of a push to the server. `update_info` depends on the transport."""
+        """Makes the server receive the weights of a push and returns when it has them.
+        `update_info`: arguments of vLLM's `update_weights`, which depend on the transport.
+        """
         if self.updating:  # an earlier push broke off; a failed worker may have ended it
             with suppress(EngineError):
                 self.post("finish_weight_update")
@@ -232,13 +236,15 @@ class ServerClient:
         self.post("update_weights", {"update_info": update_info})
 
     def land(self, version: int) -> None:
-        """Ends the transfer of push `version`, and resumes generation with its weights."""
+        """Ends the transfer of weights of version `version`, and resumes generation with them."""
         self.post("finish_weight_update", {"weight_version": self.named(version)})
         self.updating = False
         self.post("resume")
 
     def land_adapters(self, version: int, payload: bytes) -> None:
-        """Loads the adapters in `payload` on top of the base model, and resumes generation."""
+        """Loads the LoRA adapters of version `version`, serialised in `payload`, on top of the base
+        model, and resumes generation.
+        """
         if self.updating:
             self.post("finish_weight_update")  # first, since it drops all adapters
             self.updating = False
@@ -248,17 +254,19 @@ class ServerClient:
         self.post("resume")
 
     def named(self, version: int) -> str:
-        """Returns the version string that the server reports for the weights of push `version`."""
+        """Returns the version string under which the server reports the weights of version
+        `version`.
+        """
         return weight_version.named(version, self.run)
 
     def abort_all(self, seconds: float = CONTROL_SECONDS) -> None:
-        """Aborts all running requests of the server."""
+        """Aborts all running requests of the server. `seconds`: time limit of the call."""
         self.post("abort_requests", {}, seconds)
 
     def probe(self, *, paused: bool = False) -> None:
-        """Tests the server: requests one token or, if the server is `paused` for a push, only a
-        status, since its weights may be half replaced. Raises EngineError if there is no valid
-        reply within PROBE_SECONDS.
+        """Tests whether the server works: requests a completion of one token or, if the server is
+        `paused` for a push, only a status, since its weights may be half replaced. Raises
+        EngineError if there is no valid reply within PROBE_SECONDS.
         """
         if paused:
             self.told("/is_paused", seconds=PROBE_SECONDS)
@@ -270,8 +278,9 @@ class ServerClient:
     async def generate(
         self, connections: Connections, body: dict[str, Any], seconds: float
     ) -> dict[str, Any]:
-        """Sends the request `body` for one completion over HTTP. Returns the server's reply, a JSON
-        object.
+        """Sends a completion request over HTTP and returns the server's reply, a JSON object.
+        `connections`: this server's clients for the running event loop; `body`: the request's JSON;
+        `seconds`: time limit.
 
         Raises EngineFault if the server breaks off, fails, exceeds `seconds` or sends no JSON
         object; EngineError if it refuses the request.
@@ -302,8 +311,9 @@ class ServerClient:
         salt: str = "",
         adapter: int = 0,
     ) -> protocol.ServerReply:
-        """Requests a completion of `token_ids` over the WebSocket, and returns it; see
-        ServerConnection.ask. `sampling`: arguments of vLLM's SamplingParams.
+        """Requests a completion of `token_ids` over the WebSocket, and returns the reply.
+        `connections`: this server's clients for the running event loop; `sampling`: arguments of
+        vLLM's SamplingParams; `seconds`: time limit. `salt`, `adapter`: see ServerConnection.ask.
 
         Raises EngineFault if the server breaks off, fails or exceeds `seconds`; EngineError if it
         refuses the request.
@@ -321,7 +331,9 @@ class ServerClient:
             raise self.fault(f"failed while generating: {error}") from error
 
     def connections(self) -> Connections:
-        """Returns new Connections for one event loop; each connects at its first request."""
+        """Returns a new HTTP client and WebSocket to this server, for one event loop; each connects
+        at its first request.
+        """
         limits = httpx.Limits(max_connections=None)
         timeout = httpx.Timeout(None, connect=30.0)
         # trust_env=False: no proxy may see the key
@@ -331,7 +343,7 @@ class ServerClient:
         return Connections(self, client, ServerConnection(self.address, self.headers, tls=self.tls))
 
     def close(self) -> None:
-        """Aborts the server's requests and releases the server, which keeps running."""
+        """Aborts the server's requests and releases the run's lease; the server keeps running."""
         with suppress(EngineError):
             self.abort_all(PROBE_SECONDS)
             self.release()
@@ -340,7 +352,7 @@ class ServerClient:
         return EngineFault(f"The {self.kind} server at {self.address} {what}. {self.log_tail()}")
 
     def log_tail(self) -> str:
-        """Returns a hint for error messages on where to find the cause of a failure."""
+        """Returns a hint for error messages: where the user finds the server's log."""
         return "Its log is where it was started."
 
     def _asked(self, method: str, path: str, seconds: float, **content: Any) -> HTTPReply:
@@ -357,8 +369,8 @@ class ServerClient:
             raise self.fault(f"does not answer ({error!r})") from error
 
     def _read(self, path: str, reply: HTTPReply) -> dict[str, Any]:
-        """Returns the JSON object in a reply to a request of `path`. Raises EngineFault if the
-        reply is no JSON object.
+        """Returns the JSON object in `reply`, the server's reply to a request of `path`. Raises
+        EngineFault if it is no JSON object.
         """
         try:
             return reply.read()
@@ -368,8 +380,8 @@ class ServerClient:
             ) from error
 
     def _told_of(self, path: str, name: str, kind: type[Told]) -> Told:
-        """Returns the field `name` of the reply to a GET request of `path`. Raises EngineFault if
-        the field is missing, empty or not of type `kind`.
+        """Sends a GET request to `path` and returns the field `name` of the JSON reply. Raises
+        EngineFault if the field is missing, empty or not of the type `kind`.
         """
         found = self.told(path).get(name)
         if type(found) is not kind or not found:

@@ -61,10 +61,11 @@ MESSAGE_SECONDS = 120.0  # time limit of one message of a push
 
 
 class ServerEngine(Engine):
-    """ServerEngine presents all servers of the run as one engine.
+    """ServerEngine is the engine whose completions come from inference servers: it presents all
+    servers of the run as one engine.
 
-    Only the first process starts, finds and connects to servers; the other processes only know the
-    weight version.
+    Only the first process of the run starts, finds and connects to servers; the other processes
+    only know the weight version.
     """
 
     vocabulary = LARGEST_ID
@@ -85,12 +86,15 @@ class ServerEngine(Engine):
         vocabulary: int = LARGEST_ID,
         run: str = "",
     ):
-        """Starts or finds servers, whose weights are random until the first push. `logs`: folder
-        for the logs of started servers. `adapter_rank`: rank of the LoRA adapter to serve; 0: none.
-        `routed`: the MoE model whose expert routes servers return; None: they return no routes.
-        `unquantised`: modules that keep their precision under rollout.quantization. `vocabulary`:
-        number of valid token ids. `run`: id of the run that owns servers and pushes; remote servers
-        have one owner at a time.
+        """Starts the servers of this host, or finds remote ones, and waits until they are ready;
+        their weights are random until the first push.
+
+        `folder`: Hugging Face folder of the model; `stop_ids`: tokens that end a completion;
+        `logs`: folder for the logs of started servers. `adapter_rank`: rank of the LoRA adapter to
+        serve; 0: none. `routed`: the MoE model whose expert routes servers return; None: they
+        return no routes. `unquantised`: names of modules that keep their precision under
+        rollout.quantization. `vocabulary`: number of valid token ids. `run`: id of the run that
+        owns servers and pushes; remote servers have one owner at a time.
         """
         super().__init__()
         self.stop_ids, self.config, self.vocabulary = list(stop_ids), config, vocabulary
@@ -136,7 +140,9 @@ class ServerEngine(Engine):
 
     @property
     def healthy(self) -> list[ServerClient]:
-        """Returns the clients of the servers that respond and have the newest weights."""
+        """Returns the clients of the servers that get requests: they respond and have the newest
+        weights.
+        """
         return self.server_group.healthy
 
     def _elsewhere(self, address: str) -> ServerClient:
@@ -146,7 +152,9 @@ class ServerEngine(Engine):
         return server
 
     def _kind(self) -> type[ServerClient]:
-        """Returns the client class for the remote servers of this config."""
+        """Returns the client class for remote servers that this config selects: SGLang, stock vLLM,
+        or vLLM with this package.
+        """
         if not engine_of(self.config).started_here:
             return SGLangClient
         return StockClient if self.config.transport == "checkpoint" else ServerClient
@@ -160,8 +168,8 @@ class ServerEngine(Engine):
         return server
 
     def _check(self, server: ServerClient) -> None:
-        """Raises EngineError if a server does not fit the run: its version or image processing
-        differs, or another run holds it. Claims a remote server.
+        """Checks whether a server fits the run, and claims a remote server for it. Raises
+        EngineError if the server's version or image preprocessing differs, or another run holds it.
         """
         if not server.own:
             server.refuse_other_version()
@@ -172,7 +180,9 @@ class ServerEngine(Engine):
 
     @property
     def _called(self) -> str:
-        """Returns the description of this run that is shown to other runs."""
+        """Returns the description of this run (folder and host) that other runs see if they try to
+        claim its servers.
+        """
         return f"that of {self._logs.parent.absolute()} on {socket.gethostname()}"
 
     def _check_samples(self, server: ServerClient, processor: ImageProcessor) -> None:
@@ -213,21 +223,22 @@ class ServerEngine(Engine):
         return ServedAdapters(base, adapters, self, bucket_bytes=bucket_bytes)
 
     def _holds(self, member: ServerGroupMember) -> bool:
-        """Returns whether a server already has the frozen base model, so that it needs only
-        adapters.
+        """Returns whether the server `member` already has the frozen base model, so that a push
+        only needs to send adapters to it.
         """
         return self._adapter != NONE and member.health.landings > 0
 
     def note_fault(self, server: ServerClient, fault: EngineFault) -> None:
-        """Records a server's failure. The server gets no requests until it passes a probe and, if
-        its weights are stale, receives a push.
+        """Records a failure of `server`: it gets no requests until it passes a probe. If `fault`
+        shows that its weights are stale, it also needs a push first.
         """
         self.server_group.note_fault(server, fault)
         if isinstance(fault, StaleReply) and (member := self.server_group.of(server)) is not None:
             member.health.missed()
 
     def restart(self) -> None:
-        """Restarts servers of this run that died or hang; all servers then need a push.
+        """Restarts the servers started by this run that died or hang. The next request then needs a
+        push.
 
         Raises EngineFault if a server does not start: since it started before, the cause may be
         transient.
@@ -250,14 +261,16 @@ class ServerEngine(Engine):
     # a push through shared memory, which all servers take or none
 
     def expect(self, names: Sequence[str]) -> None:
-        """Sends all servers the names of the tensors that every push contains."""
+        """Prepares all servers for pushes through shared memory. `names`: HF names of the tensors
+        that every push contains.
+        """
         self._names = {"init_info": {"names": list(names)}}
         self._all(EXPECT, self._names)
 
     def begin(self) -> None:
-        """Begins a push: pauses generation on all servers until the push is complete.
+        """Begins a push through shared memory: pauses generation on all servers until `finish`.
 
-        Servers of this run that have died are restarted first.
+        Servers started by this run that have died are restarted first.
         """
         self.restart()
         self._all(PAUSES[self.config.on_update])
@@ -276,13 +289,16 @@ class ServerEngine(Engine):
         return not all(map(self._holds, self.server_group.reachable))
 
     def take(self, bucket: dict[str, Any]) -> None:
-        """Sends all servers without the weights the description of a bucket, and waits until they
-        have read it from shared memory.
+        """Makes the servers read one bucket of weights from shared memory, and waits until they
+        have; servers that already hold the frozen base model are left out. `bucket`: the location
+        of the tensors.
         """
         self._lacking("update_weights", {"update_info": bucket})
 
     def finish(self, version: int) -> None:
-        """Ends a push after its last bucket: the servers resume generation under `version`."""
+        """Ends a push through shared memory, after its last bucket: the servers resume generation,
+        with weights of version `version`.
+        """
         self.newest = version
         if self._adapter != NONE:
             self._lacking("finish_weight_update")
@@ -299,8 +315,8 @@ class ServerEngine(Engine):
             member.health.landed()
 
     def _adapted(self, version: int) -> None:
-        """Sends the adapters to all servers. A server that does not accept the adapters gets no
-        requests.
+        """Sends the last push's adapters, of version `version`, to all servers. A server that does
+        not accept them gets no requests.
 
         Raises EngineFault if no server accepts the adapters.
         """
@@ -317,24 +333,27 @@ class ServerEngine(Engine):
             raise EngineFault(f"No server has the adapters of push {version}.")
 
     def _lacking(self, path: str, body: dict[str, Any] | None = None) -> None:
-        """Sends a POST request to the reachable servers that need weights through shared memory:
-        all servers, or with adapters only servers without the base model.
+        """Sends a POST request to `path`, with the JSON `body`, to the reachable servers that need
+        weights through shared memory: all servers, or with adapters only servers without the base
+        model.
         """
         lacking = [each for each in self.server_group.reachable if not self._holds(each)]
         post_to_each(lacking, path, body, self.server_group.note_fault)
 
     def _all(self, path: str, body: dict[str, Any] | None = None) -> None:
-        """Sends a POST request to all reachable servers, and records the servers that fail."""
+        """Sends a POST request to `path`, with the JSON `body`, to all reachable servers. A failed
+        server is recorded and its EngineFault raised.
+        """
         post_to_each(self.server_group.reachable, path, body, self.server_group.note_fault)
 
     # a push that servers take independently
 
     def waiting(self) -> list[WaitingEngine]:
-        """Returns the servers that can receive a push, paused for it in the way that
-        rollout.on_update selects.
+        """Pauses all servers that can receive a push, as rollout.on_update selects, and returns
+        them.
 
         If all servers are remote and have ended, waits until one is back. Raises EngineFault if
-        there is none.
+        none can receive the push.
         """
         self.server_group.pushing = True
         errors = self.server_group.renew()
@@ -350,8 +369,8 @@ class ServerEngine(Engine):
         return found
 
     def late(self) -> list[WaitingEngine]:
-        """Returns the remote servers that lack the last push, paused so that
-        they can receive it.
+        """Pauses the remote servers that lack the last push's weights, for example new ones, and
+        returns them, so that the push can be sent to them.
         """
         self.server_group.pushing = True
         return self._all_stopped(self.server_group.late)
@@ -365,8 +384,8 @@ class ServerEngine(Engine):
         return [each for each in stopped if each is not None]
 
     def _stopped(self, member: ServerGroupMember) -> WaitingEngine | None:
-        """Pauses a server for new weights, and returns its WaitingEngine. Returns None if the
-        server fails, which is recorded.
+        """Pauses the server `member` for new weights, and returns its description for the push. If
+        the server fails, records that it misses the push and returns None.
         """
         try:
             member.server.stop(self.config.on_update)
@@ -381,12 +400,14 @@ class ServerEngine(Engine):
         self.server_group.named(name).server.join(init_info)
 
     def receive(self, name: str, update_info: dict[str, Any]) -> None:
-        """Transfers a push to the server `name`. Raises EngineError if the transfer fails."""
+        """Makes the server `name` receive the weights of a push. `update_info`: arguments of the
+        transfer, which depend on the transport. Raises EngineError if the transfer fails.
+        """
         self.server_group.named(name).server.take(update_info)
 
     def land(self, name: str, version: int) -> None:
-        """Makes the server `name` generate with the transferred weights, with the adapters if there
-        are any.
+        """Makes the server `name` generate with the transferred weights, of version `version`, and
+        with the adapters if there are any.
         """
         member = self.server_group.named(name)
         if self._adapter == NONE:
@@ -401,14 +422,14 @@ class ServerEngine(Engine):
             self.server_group.note_miss(self.server_group.named(name), error)
 
     def measures(self) -> Metrics:
-        """Returns metrics of the servers: the number in each state, and the requests and tokens of
-        each server.
+        """Returns metrics of the servers: how many are in each state, and the number of requests
+        and tokens that each has completed.
         """
         return self.server_group.measures()
 
     def _serve(self, requests: Requests, sampling: Sampling) -> None:
         """Distributes requests over the servers: each server starts with requests of about the same
-        total length, samples of a group together, and gets more when it has room
+        total expected length, samples of a group together, and gets more when it has room
         (`requests.order.ordered`); an idle server gets requests that another server has not begun.
         Later turns of a rollout go to the same server. A server that fails gets no more requests,
         while the other servers continue.
@@ -434,8 +455,8 @@ class ServerEngine(Engine):
             each_at_once(self._aborted, self.server_group.reachable)
 
     def _aborted(self, member: ServerGroupMember) -> None:
-        """Aborts a server's requests. Raises EngineFault if the server does not respond, and
-        records the failure.
+        """Aborts all requests of the server `member`. Raises EngineFault if the server does not
+        respond, and records the failure.
         """
         try:
             member.server.abort_all()
@@ -461,8 +482,8 @@ class ServerEngine(Engine):
         sampling: Sampling,
         before: PartialCompletion = NOTHING,
     ) -> PartialCompletion:
-        """Requests the continuation of `before` from a server. Returns `before` with the new tokens
-        appended.
+        """Requests a completion, or the continuation of its first part `before`, from one server.
+        Returns `before` with the new tokens appended. `connections`: the clients of the server.
 
         Raises EngineFault if the server fails or its reply is invalid, StaleReply if the server
         generated with weights of another push or run, EngineError if it refuses the request.
@@ -534,7 +555,8 @@ class ServerEngine(Engine):
 
 
 def _given_key() -> str:
-    """Returns the authentication key of remote servers from the environment.
+    """Returns the authentication key of remote servers from the environment variable
+    RFTMEGA_SERVER_KEY.
 
     Raises EngineError if the key is missing or invalid.
     """

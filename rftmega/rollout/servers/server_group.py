@@ -1,5 +1,5 @@
-"""The servers of a run: which ones belong to it, their health, and which have
-the newest weights.
+"""The group of a run's servers: its members, their health, and whether they have the newest
+weights.
 """
 
 import logging
@@ -28,10 +28,14 @@ log = logging.getLogger(__name__)
 
 
 class ServerGroupMember:
-    """ServerGroupMember is a server of the run with its health, process identity and lease."""
+    """ServerGroupMember is a server of the run's group, with its client, health, process identity
+    and lease.
+    """
 
     def __init__(self, number: int, server: ServerClient):
-        """`number`: the server's number in the group, which it keeps when it is restarted."""
+        """Adds a server whose state is not known yet. `number`: the server's number in the group,
+        which it keeps when it is restarted; `server`: its client.
+        """
         self.number, self.server = number, server
         self.health = ServerHealth()
         self.paused = False  # a push began without ending
@@ -41,7 +45,7 @@ class ServerGroupMember:
 
     @property
     def name(self) -> str:
-        """Returns a name of the server that is unique for each of its starts."""
+        """Returns the name of this start of the server: a restarted server has another name."""
         return f"server-{self.number}-start-{self.health.starts}"
 
     @property
@@ -49,8 +53,9 @@ class ServerGroupMember:
         return self.health.state
 
     def note_taken(self, error: ServerTaken) -> None:
-        """Records that another run holds the server. Sets `refusal` if the other run has renewed
-        its lease since this run first found the server taken.
+        """Records that another run holds the server. `error`: the exception of this run's claim. If
+        the other run is still active, i.e. has renewed its lease since the server was first found
+        taken, stores `error` in `refusal`.
         """
         now = time.monotonic()
         self.taken = self.taken or now
@@ -60,7 +65,9 @@ class ServerGroupMember:
 
 
 class ServerGroup:
-    """ServerGroup manages the servers of a run: it starts, finds, probes and restarts servers."""
+    """ServerGroup manages the servers of a run: it starts local ones, finds remote ones, probes and
+    restarts them, and knows which have the newest weights.
+    """
 
     def __init__(
         self,
@@ -73,11 +80,12 @@ class ServerGroup:
         check: Callable[[ServerClient], None] = lambda server: None,
         keep: Callable[[ServerClient], None] = lambda server: None,
     ):
-        """`start`: starts the run's own server with a given number, of `own` in all. `client`:
-        creates the client of a remote server. `addresses`: addresses of permanent remote servers.
-        `server_list`: a file with further addresses, one per line, read before each push. `check`:
-        raises EngineError for a server that does not fit the run. `keep`: renews the lease of a
-        remote server; raises ServerTaken if another run holds the server.
+        """Starts the local servers. `start`: starts the local server with a given number, returns
+        its client; `own`: number of local servers. `client`: creates the client of the remote
+        server at an address; None: all servers are local. `addresses`: addresses of permanent
+        remote servers. `server_list`: a file with further addresses, one per line, read again
+        during the run. `check`: raises EngineError for a server that does not fit the run. `keep`:
+        renews the lease of a remote server; raises ServerTaken if another run holds the server.
         """
         self._start, self._client, self._check, self._keep = start, client, check, keep
         self._addresses = [address_of(address) for address in addresses]
@@ -111,11 +119,11 @@ class ServerGroup:
         self.wait_for_remote_server()
 
     def wait_for_remote_server(self, stop: Callable[[], bool] = lambda: False) -> None:
-        """If servers are remote, waits until one of them can receive weights, or `stop` returns
-        True.
+        """Waits until a remote server can receive weights, or `stop` returns True; returns at once
+        if all servers are local.
 
-        Raises EngineError if no server can within START_SECONDS, and ServerTaken if other running
-        runs hold all servers.
+        Raises EngineError if none can within START_SECONDS, and ServerTaken if other active runs
+        hold all servers.
         """
         if self._client is None:
             return
@@ -146,28 +154,32 @@ class ServerGroup:
 
     @property
     def healthy(self) -> list[ServerClient]:
-        """Returns the clients of the servers that respond and have the newest weights."""
+        """Returns the clients of the servers that get requests: they respond and have the newest
+        weights.
+        """
         return [each.server for each in self.members if each.state is ServerState.HEALTHY]
 
     @property
     def reachable(self) -> list[ServerGroupMember]:
-        """Returns the servers that respond, so that they can receive weights."""
+        """Returns the members that respond, whatever their weights, so that they can receive a
+        push.
+        """
         there = (ServerState.HEALTHY, ServerState.STALE)
         return [each for each in self.members if each.state in there]
 
     @property
     def late(self) -> list[ServerGroupMember]:
-        """Returns the remote servers that respond but do not have the last push."""
+        """Returns the remote servers that respond but lack the weights of the last push."""
         stale = [each for each in self.members if each.state is ServerState.STALE]
         return [each for each in stale if not each.server.own]
 
     def of(self, server: ServerClient) -> ServerGroupMember | None:
-        """Returns the member with this client; None if the server has left the group."""
+        """Returns the member whose client is `server`; None if it has left the group."""
         return next((each for each in self.members if each.server is server), None)
 
     def named(self, name: str) -> ServerGroupMember:
-        """Returns the member with this name. Raises EngineFault if the server has left the group or
-        was restarted.
+        """Returns the member whose `name` is given. Raises EngineFault if the server has left the
+        group or was restarted, which changes its name.
         """
         found = next((each for each in self.members if each.name == name), None)
         if found is None:
@@ -175,13 +187,13 @@ class ServerGroup:
         return found
 
     def note_fault(self, server: ServerClient, fault: EngineError) -> None:
-        """Records a server's failure: the server gets no requests until it passes a probe."""
+        """Records a failure (`fault`) of a server: it gets no requests until it passes a probe."""
         if (member := self.of(server)) is not None and member.health.failed():
             log.warning("server %d is asked nothing more: %s", member.number, fault)
 
     def note_miss(self, member: ServerGroupMember, error: EngineError) -> None:
-        """Records that a server missed a push: the server gets no requests until it has received a
-        complete push.
+        """Records that a server failed to receive a push, with `error`: it gets no requests until
+        it has received a complete push.
         """
         log.warning("server %d has no weights: %s", member.number, error)
         if isinstance(error, EngineFault):
@@ -189,15 +201,15 @@ class ServerGroup:
         member.health.missed()
 
     def note_completion(self, server: ServerClient, tokens: int) -> None:
-        """Records that a server returned a valid completion of `tokens` tokens."""
+        """Counts a valid completion of `tokens` tokens that a server returned."""
         if (member := self.of(server)) is not None:
             member.health.answered(tokens)
 
     def renew(self) -> list[EngineError]:
-        """Restarts servers of this run that died or hang, applies the server list, and checks
-        whether dead remote servers are back.
+        """Updates the group: applies the server list, checks all servers, readmits remote servers
+        that are back, and restarts local servers that died or hang.
 
-        Returns the errors of servers that did not start; these servers are marked dead.
+        Returns the errors of local servers that did not start; these servers are marked dead.
         """
         with self._looking:
             self._follow_server_list()
@@ -212,8 +224,8 @@ class ServerGroup:
             return [error for error in each_at_once(self._came_up, dead) if error is not None]
 
     def find_remote_servers(self) -> None:
-        """Applies the server list and admits remote servers that have joined. Healthy servers stay
-        unchanged; during a push (`pushing`), does nothing.
+        """Applies the server list and admits remote servers that have joined or come back; does
+        nothing during a push (`pushing`). Healthy servers are not touched.
         """
         if self._client is None:
             return
@@ -225,7 +237,7 @@ class ServerGroup:
             each_at_once(self._look_at, [each for each in self.members if each.state in away])
 
     def probe(self, member: ServerGroupMember) -> None:
-        """Probes a server and records the result in its health."""
+        """Sends a short test request to a server and records in its health whether it replied."""
         try:
             member.server.probe(paused=member.paused)  # by an interrupted push
         except EngineError as error:
@@ -237,8 +249,8 @@ class ServerGroup:
             member.health.probed(True)
 
     def measures(self) -> Metrics:
-        """Returns metrics: the number of servers in each state, faults and starts, and the requests
-        and tokens of each server.
+        """Returns metrics of the servers: how many are in each state, the number of faults and
+        starts of all, and the number of requests and tokens that each has completed.
         """
         states = Counter(each.state for each in self.members)
         seen = {f"servers_{state}": float(states[state]) for state in ServerState}
@@ -257,7 +269,9 @@ class ServerGroup:
             member.server.close()
 
     def _keep_all(self) -> None:
-        """Renews the leases of the remote servers until the group is closed."""
+        """Renews the run's leases of the remote servers every few seconds until the group is
+        closed.
+        """
         while not self._closed.wait(KEEP_SECONDS):
             away = (ServerState.DEAD, ServerState.RESTARTING)
             there = [each for each in self.members if not each.server.own]
@@ -273,8 +287,8 @@ class ServerGroup:
             log.debug("server %d was not kept: %s", member.number, error)
 
     def _look_at(self, member: ServerGroupMember) -> None:
-        """Checks a server and updates its state: probes a suspect server, and readmits one that was
-        restarted or has come back.
+        """Checks one server and updates its state: probes a suspect server, marks a dead local
+        server, and readmits a remote server that was restarted or has come back.
         """
         server, health = member.server, member.health
         if server.own:
@@ -293,7 +307,9 @@ class ServerGroup:
             self._came_back(member)
 
     def _came_back(self, member: ServerGroupMember) -> None:
-        """Admits a remote server if it responds and fits the run."""
+        """Admits the remote server `member` if it responds and fits the run; it then waits for a
+        push.
+        """
         if member.state is ServerState.DEAD and not member.health.probe_is_due:
             return
         stale, member.refusal = member.state is ServerState.STALE, None
@@ -318,8 +334,8 @@ class ServerGroup:
         log.info("server %d at %s has come", member.number, member.server.address)
 
     def _identify(self, member: ServerGroupMember) -> None:
-        """Records the identity of a server's process. Raises EngineError if another member has the
-        same identity, i.e. one server has two addresses.
+        """Stores the identity of the server's process, as the server reports it. Raises EngineError
+        if another member has the same identity, i.e. one server has two addresses.
         """
         identity = member.server.identity()
         with self._taking_in:
@@ -348,7 +364,7 @@ class ServerGroup:
 
     def _follow_server_list(self) -> None:
         """Applies the server list: adds servers with new addresses, and removes servers whose
-        addresses are gone.
+        addresses are gone, unless the file has invalid lines.
         """
         if self._client is None:
             return
@@ -375,7 +391,9 @@ class ServerGroup:
 def each_at_once(
     work: Callable[[ServerGroupMember], Any], members: Sequence[ServerGroupMember]
 ) -> list[Any]:
-    """Runs `work` for all members concurrently. Returns the results in the order of `members`."""
+    """Calls `work` with each member, concurrently in threads. Returns the results in the order of
+    `members`.
+    """
     with ThreadPoolExecutor(max(1, len(members))) as pool:
         return list(pool.map(work, members))
 
@@ -386,8 +404,8 @@ def post_to_each(
     body: Mapping[str, Any] | None,
     failed: Callable[[ServerClient, EngineError], None],
 ) -> None:
-    """Sends a POST request to all members concurrently. If a server fails, calls `failed` with its
-    client and the fault, and raises the EngineFault.
+    """Sends a POST request to `path`, with the JSON `body`, to all members concurrently. If a
+    server fails, calls `failed` with its client and the EngineFault, which is then raised.
     """
 
     def post(member: ServerGroupMember) -> None:

@@ -1,5 +1,5 @@
-"""Sends requests to all servers from one event loop, also during pushes and while servers join and
-leave.
+"""Sends completion requests to all servers from one event loop, also during pushes and while
+servers join and leave.
 """
 
 import asyncio
@@ -25,12 +25,12 @@ log = logging.getLogger(__name__)
 
 
 class ServerGroupClient:
-    """ServerGroupClient sends each request to a server with room. After a failure, it continues the
-    request on another server, from the tokens generated so far.
+    """ServerGroupClient sends each completion request to a server with room. After a failure or an
+    abort, it continues the request on any server, from the tokens generated so far.
     """
 
     def __init__(self, engine: ServerEngine):
-        """`engine`: provides the servers and the version of the last push."""
+        """Starts without connections. `engine`: has the servers and the last push's version."""
         self.engine = engine
         self._connections: dict[ServerClient, Connections] = {}
         self._busy: Counter[ServerClient] = Counter()
@@ -39,7 +39,7 @@ class ServerGroupClient:
 
     @property
     def stranded(self) -> bool:
-        """Returns whether no healthy server is left although weights were pushed."""
+        """Returns whether no server can get requests although weights were pushed."""
         return self.engine.version is not None and not self.engine.healthy
 
     async def complete(
@@ -48,11 +48,12 @@ class ServerGroupClient:
         sampling: Sampling,
         begun: Callable[[int], None] = lambda version: None,
     ) -> Completion:
-        """Returns the completion of a request; its tokens may be of several weight versions.
-        `begun` is called with the newest version each time a server starts on the request.
+        """Returns the completion of a request; its tokens may be of several weight versions, since
+        pushes do not end it. `begun` is called with the newest weight version each time the request
+        is sent to a server.
 
-        Waits while there is no server with room. Raises EngineError if the servers refuse the
-        request.
+        Waits while no server has room. Raises EngineError if a server refuses the request as
+        invalid.
         """
         if self._watching is None:
             self._watching = asyncio.create_task(self._watch())
@@ -80,7 +81,9 @@ class ServerGroupClient:
         return found.whole()
 
     def forget(self, rollout: int) -> None:
-        """Forgets which server the rollout `rollout` used, after it has ended."""
+        """Forgets which server generated the earlier turns of the rollout with number `rollout`,
+        once it has ended.
+        """
         self._home.pop(rollout, None)
 
     async def close(self) -> None:
@@ -94,9 +97,9 @@ class ServerGroupClient:
     async def _part(
         self, server: ServerClient, request: Request, sampling: Sampling, before: PartialCompletion
     ) -> PartialCompletion:
-        """Sends a request to `server`, to continue `before`. Returns `before` with the new tokens.
-        Raises EngineFault if the server fails or stops being healthy: a server that missed a push
-        stays paused.
+        """Requests the continuation of `before` from `server`. Returns `before` with the new tokens
+        appended. Raises EngineFault if the server fails or, during the request, stops being
+        healthy: a server that missed a push stays paused and would never reply.
         """
         asking = asyncio.ensure_future(
             self.engine.part(self._connections_to(server), request, sampling, before)
@@ -130,8 +133,8 @@ class ServerGroupClient:
                     await asyncio.to_thread(self.engine.server_group.probe, member)
 
     async def _server_for(self, request: Request) -> ServerClient:
-        """Returns the server that the rollout used before or, for a new rollout, the server with
-        the fewest requests. Waits until one has weights and room.
+        """Returns the server that generated the rollout's earlier turns or, for a new rollout, the
+        server with the fewest running requests. Waits until such a server has weights and room.
         """
         most = self.engine.config.max_batch
         while True:

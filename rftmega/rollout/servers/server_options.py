@@ -28,9 +28,10 @@ def arguments_of(
     adapter_rank: int = 0,
     unquantised: Sequence[str] = (),
 ) -> list[str]:
-    """Returns the arguments of `vllm serve`, with which a server has random weights until a push.
-    `adapter_rank`: rank of the LoRA adapter to serve; 0: none. `unquantised`: modules that keep
-    their precision under rollout.quantization.
+    """Returns the command-line arguments of `vllm serve` for the model in `folder`; the server then
+    has random weights until a push. `dtype`: dtype of the weights, "auto" for the trainer's;
+    `adapter_rank`: rank of the LoRA adapter to serve, 0: none; `unquantised`: names of modules that
+    keep their precision under rollout.quantization.
     """
     on_cuda = device.current().type == "cuda"
     if dtype == "auto":
@@ -80,7 +81,9 @@ def arguments_of(
 
 
 def arguments_of_run(config: RunConfig, *, unquantised: Sequence[str] = ()) -> list[str]:
-    """Returns the arguments of `vllm serve` for a run's config; see `arguments_of`."""
+    """Returns the command-line arguments of `vllm serve` for a run's config. `unquantised`: names
+    of modules that keep their precision under rollout.quantization.
+    """
     model = config.model
     return arguments_of(
         model.path,
@@ -92,7 +95,9 @@ def arguments_of_run(config: RunConfig, *, unquantised: Sequence[str] = ()) -> l
 
 
 def environment_of(key: str) -> dict[str, str]:
-    """Returns the environment variables of a server that requires the authentication key `key`."""
+    """Returns the environment variables for a server process: this process's, with the
+    authentication key `key` that the server will require.
+    """
     found = {name: value for name, value in os.environ.items() if name not in RANKS_OWN}
     found |= {
         "VLLM_SERVER_DEV_MODE": "1",
@@ -110,6 +115,7 @@ def _on_shared_cores(environment: Mapping[str, str]) -> dict[str, str]:
     """Returns environment variables that keep a single-process CPU server from busy-waiting: the
     engine runs in its scheduler's process, and threads sleep at barriers. Other processes, above
     all the trainer, need these cores: 512 completions of 4 tokens took 1 to 3 s, and take 0.3 s.
+    `environment`: the server's variables so far.
     """
     return {
         "TORCHDYNAMO_DISABLE": "1",
@@ -119,8 +125,9 @@ def _on_shared_cores(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def devices_of(first: int, config: RolloutConfig) -> dict[str, str]:
-    """Returns the environment variable that assigns a server its devices, from device number
-    `first` on. On a CPU, servers share the cores with all other processes.
+    """Returns the environment variable that assigns a server its devices: `rollout.tensor`
+    consecutive ones from device number `first` on. On a CPU, servers share the cores with all other
+    processes.
     """
     if device.current().type == "cpu":
         bound = "nobind" if config.tensor == 1 else "|".join(_cores(config.tensor))

@@ -21,7 +21,7 @@ Ask = Callable[[Connections, Request], Coroutine[Any, Any, Completion]]
 class ServerRequests:
     """ServerRequests distributes the requests of one generation over the servers.
 
-    `faults`: the fault of each failed server, by its number.
+    `faults`: the EngineFault of each failed server, by the server's index.
     """
 
     def __init__(
@@ -35,9 +35,12 @@ class ServerRequests:
         self._home: dict[int, int] = {}  # rollout -> the server that has its first turns
 
     def hold(self, requests: Requests, ask: Ask) -> bool:
-        """Serves requests until none is left that a server could serve, or `requests.stopped`
-        returns True. Returns whether the requests were stopped. `ask` sends a request to a server.
-        The event loop does not run during calls of `requests`.
+        """Takes requests from `requests`, sends them to servers and passes the completions back,
+        until none is left that a server could serve, or `requests.stopped` returns True. Returns
+        whether it was stopped.
+
+        `ask` is a coroutine function that sends a request to a server. The methods of `requests`
+        are called outside the event loop, so no running request advances meanwhile.
         """
         room = self.most * len(self.servers)
         known = list(requests.take(room))
@@ -72,7 +75,7 @@ class ServerRequests:
         return len(self.faults) == len(self._connections)
 
     def close(self) -> bool:
-        """Cancels running requests and closes the connections. Returns whether any requests were
+        """Cancels the running requests and closes the connections. Returns whether any request was
         running.
         """
         for task in self._running:
@@ -81,8 +84,8 @@ class ServerRequests:
         return bool(self._running)
 
     def _room(self) -> dict[int, int]:
-        """Returns how many further requests each server has room for, by server number; failed
-        servers are left out.
+        """Returns how many further requests each server can begin, by server index; failed servers
+        are left out.
         """
         busy = Counter(number for number, _ in self._running.values())
         healthy = [number for number in range(len(self.servers)) if number not in self.faults]
@@ -91,8 +94,9 @@ class ServerRequests:
     def _ask_elsewhere(
         self, unanswered: Sequence[int], known: Sequence[Request], waiting: Waiting
     ) -> None:
-        """Queues the requests of failed servers for other servers: `unanswered`, the requests that
-        had begun, and the requests still queued for a failed server.
+        """Queues the requests of failed servers for other servers. `unanswered`: indices of the
+        requests that had begun there; requests still queued for a failed server are added. `known`:
+        all requests of the generation; `waiting`: the queues of the servers.
         """
         for number in self.faults:
             unanswered = [*unanswered, *waiting.withdrawn(number)]
@@ -100,7 +104,7 @@ class ServerRequests:
             waiting.add(self._home_of(known[place]), place)
 
     def _home_of(self, request: Request) -> int:
-        """Returns the number of the server that the request's rollout used before; for a new
+        """Returns the index of the server that the request's rollout used before; for a new
         rollout, or if that server failed, the server with the fewest rollouts.
         """
         if self._home.get(request.rollout, -1) not in self._room():
@@ -110,8 +114,8 @@ class ServerRequests:
         return self._home[request.rollout]
 
     def _ended(self, task: asyncio.Task[Completion]) -> tuple[int, Completion | None]:
-        """Returns the index and completion of an ended request. If its server failed, records the
-        fault and returns None as the completion.
+        """Returns the index and completion of the request whose `task` has ended. If its server
+        failed, records the fault and returns None as the completion.
         """
         number, place = self._running.pop(task)
         try:
@@ -121,8 +125,8 @@ class ServerRequests:
             return place, None
 
     async def _some(self) -> set[asyncio.Task[Completion]]:
-        """Waits up to LOOK_SECONDS for a request to end. Returns the tasks of the requests that
-        have ended.
+        """Waits up to LOOK_SECONDS for a request to end. Returns the asyncio tasks of the requests
+        that have ended.
         """
         done, _ = await asyncio.wait(
             self._running, timeout=LOOK_SECONDS, return_when=asyncio.FIRST_COMPLETED

@@ -66,10 +66,10 @@ class SGLangClient(ServerClient):
         return self._told_of(INFO, "tp_size", int)
 
     def claim(self, name: str) -> None:
-        """Does nothing: an SGLang server has no leases."""
+        """Does nothing: an SGLang server can't be leased to one run."""
 
     def release(self) -> None:
-        """Does nothing: an SGLang server has no leases."""
+        """Does nothing: an SGLang server can't be leased to one run."""
 
     def probe(self, *, paused: bool = False) -> None:
         if paused:  # a paused server only serves requests that need no engine
@@ -87,8 +87,8 @@ class SGLangClient(ServerClient):
             self._begin()
 
     def join(self, init_info: dict[str, Any]) -> None:
-        """Makes the server join a process group that broadcasts weights. `init_info`: the fields of
-        SGLang's InitWeightsUpdateGroupReqInput.
+        """Makes the server join a process group in which the trainer broadcasts weights.
+        `init_info`: the fields of SGLang's InitWeightsUpdateGroupReqInput.
 
         Raises EngineError if the server has data-parallel replicas or pipeline stages, to which
         SGLang does not pass the broadcast weights.
@@ -106,9 +106,9 @@ class SGLangClient(ServerClient):
         self.post("init_weights_update_group", init_info)
 
     def take(self, update_info: dict[str, Any]) -> None:
-        """Transfers the weights of a push. `update_info`: the `version`, and either `weights_path`,
-        a Hugging Face folder, or `messages`, the names, dtypes and shapes of tensors that are
-        broadcast together.
+        """Makes the server receive the weights of a push. `update_info`: the `version`, and either
+        `weights_path`, a Hugging Face folder, or `messages`, each with the names, dtypes and shapes
+        of tensors that are broadcast together.
         """
         last = {
             "weight_version": self.named(update_info["version"]),

@@ -9,8 +9,8 @@ from rftmega.rollout.servers.vllm import protocol
 
 
 class StockClient(ServerClient):
-    """StockClient is the client of a stock vLLM server, of the trainer's vLLM version, that the run
-    did not start itself.
+    """StockClient is the client of a stock vLLM server that the run did not start itself. The
+    server must have the trainer's vLLM version, and loads weights from files.
     """
 
     def take(self, update_info: dict[str, Any]) -> None:
@@ -28,10 +28,10 @@ class StockClient(ServerClient):
         return ""  # a restart, or another run, shows in the version of its completions
 
     def claim(self, name: str) -> None:
-        """Does nothing: a stock server has no leases."""
+        """Does nothing: a stock server can't be leased to one run."""
 
     def release(self) -> None:
-        """Does nothing: a stock server has no leases."""
+        """Does nothing: a stock server can't be leased to one run."""
 
     async def ask(
         self,

@@ -42,7 +42,7 @@ SPARE, ROUNDS = 16, 6
 
 
 class Merged(NamedTuple):
-    """Merged describes a finished merge of adapters."""
+    """Merged is the result of `merge`."""
 
     pairs: int  # number of merged pairs (A, B)
     lost: float  # norm of the rounding error / norm of the merged products
@@ -54,7 +54,7 @@ class Merged(NamedTuple):
 
 
 class Extracted(NamedTuple):
-    """Extracted describes a finished extraction of adapters."""
+    """Extracted is the result of `extract`."""
 
     pairs: int  # number of extracted pairs (A, B)
     lost: float  # norm of the residual / norm of the difference, over the adapted weights
@@ -70,12 +70,13 @@ class Extracted(NamedTuple):
 def merge(
     source: Path, adapter: Path, target: Path, *, progress: Progress = lambda _: None
 ) -> Merged:
-    """Writes to `target` the model of `source` with the adapters of the PEFT folder `adapter`
-    added to its weights, in float32 and rounded once to each weight's dtype. Resumes an interrupted
+    """Writes to `target` the model of `source` with the adapters of the PEFT folder `adapter` added
+    to its weights, in float32 and rounded once to each weight's dtype. Resumes an interrupted
     merge.
 
-    Raises CheckpointError for an adapter of an unsupported type, on a module that the model lacks,
-    or on an embedding tied to the LM head.
+    `progress`: called with the number of bytes finished since the last call. Raises CheckpointError
+    for an adapter of an unsupported type, on a module that the model lacks, or on an embedding tied
+    to the LM head.
     """
     files, pairs = HFFolder(source), PEFTFolder(adapter)
     modules = set(pairs.modules)
@@ -114,8 +115,8 @@ def merge(
 
 
 def _compare_copies(files: HFFolder, pairs: PEFTFolder) -> None:
-    """Raises CheckpointError if the PEFT folder has a copy of a frozen weight that differs from the
-    weight in `files`.
+    """Raises CheckpointError if the PEFT folder `pairs` has a copy of a frozen weight that differs
+    from the weight in the base model `files`.
     """
     for name in files.names:
         shape = files.shape_of(name)
@@ -131,7 +132,11 @@ def _compare_copies(files: HFFolder, pairs: PEFTFolder) -> None:
 def _merged_file(
     path: Path, wanted: Sequence[PlannedTensor], files: HFFolder, pairs: PEFTFolder
 ) -> dict[str, Any]:
-    """Writes one file of a merged model. Returns its entry of the progress log, after adding it."""
+    """Writes one file of a merged model to `path`, and adds its entry to the progress log. Returns
+    the entry.
+
+    `wanted`: the tensors of this file; `files`: the base model; `pairs`: its adapters.
+    """
     modules = set(pairs.modules)
     squares = {"added": 0.0, "lost": 0.0}
 
@@ -166,9 +171,10 @@ def extract(
     difference between the weights of `base` and `trained` (Eckart and Young,
     doi:10.1007/BF02288367), for the layers in `targets`.
 
-    Raises CheckpointError for folders of different models; ConfigError for a rank that a layer
-    can't have, for a target that the model lacks, for an embedding tied to the LM head, or if no
-    layer in `targets` differs.
+    `targets`: module names such as q_proj; `progress`: called with the number of bytes finished
+    since the last call. Raises CheckpointError for folders of different models; ConfigError for a
+    rank that a layer can't have, for a target that the model lacks, for an embedding tied to the LM
+    head, or if no layer in `targets` differs.
     """
     if rank < 1:
         raise ConfigError(f"--rank {rank}: a pair has a rank of 1 at least.")
@@ -240,8 +246,8 @@ def _target(name: str) -> str:
 
 
 def _tied_embedding(files: HFFolder, modules: Iterable[str]) -> str:
-    """Returns the name of the embedding if it is among `modules` and tied to the LM head, otherwise
-    "".
+    """Returns the name of the embedding if it is among `modules` (names of modules with adapters)
+    and tied to the LM head of the model `files`, otherwise "".
     """
     found = next((name for name in modules if name.rpartition(".")[2] == EMBEDDING), "")
     config = read_json_object(files.folder / "config.json") if found else {}
@@ -267,5 +273,5 @@ def _square(matrix: Tensor) -> float:
 
 
 def _share(part: float, whole: float) -> float:
-    """Returns the ratio of two norms, given their squares; 0 if `whole` is 0."""
+    """Returns the ratio of two norms whose squares are `part` and `whole`; 0 if `whole` is 0."""
     return math.sqrt(part / whole) if whole else 0.0

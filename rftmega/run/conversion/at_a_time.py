@@ -14,8 +14,8 @@ Result = TypeVar("Result")
 
 
 class Room:
-    """Room is a memory budget shared by threads: a request for more bytes than are left waits until
-    they are free, or until no other thread has any.
+    """Room is a memory budget shared by threads. `with room.of(size)` takes `size` bytes of the
+    budget; it first waits until they are free, or until no other thread has any.
 
     Freed memory stays with the process and is reused, since the kernel takes longer to supply fresh
     pages than a copy takes. Around a tensor larger than SPARE it is returned to the kernel.

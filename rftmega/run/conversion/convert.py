@@ -99,7 +99,8 @@ def to_megatron(
     """Converts an HF folder to a distributed checkpoint. Tensors are split into stored blocks such
     that every rank of the layout `parallel` reads whole blocks. Resumes an interrupted conversion.
 
-    Returns a text about the changes made to config.json, or None if there are none.
+    `progress`: called with the number of bytes finished since the last call. Returns a text about
+    the changes made to config.json, or None if there are none.
 
     Raises CheckpointError if the tensors of `source` do not match its config.json, ConfigError for
     an impossible layout.
@@ -164,8 +165,8 @@ def to_megatron(
 
 
 def refuse_mixed(files: HFFolder, model: SourceModel) -> None:
-    """Raises CheckpointError if tensors that form one Megatron tensor, or that Megatron stacks into
-    one, differ in dtype.
+    """Raises CheckpointError if tensors of the HF folder `files` that form one Megatron tensor, or
+    that Megatron stacks into one, differ in dtype.
     """
     first: dict[str, str] = {}
     for item, pieces in zip(model.bound, model.pieces, strict=True):
@@ -182,10 +183,11 @@ def refuse_mixed(files: HFFolder, model: SourceModel) -> None:
 
 
 def to_hf(source: Path, target: Path, *, progress: Progress = lambda _: None) -> str | None:
-    """Converts a distributed checkpoint to an HF folder, one tensor at a time.
+    """Converts a distributed checkpoint to an HF folder, one tensor at a time. Resumes an
+    interrupted conversion.
 
-    Resumes an interrupted conversion. Returns a text about the changes made to config.json, or None
-    if there are none.
+    `progress`: called with the number of bytes finished since the last call. Returns a text about
+    the changes made to config.json, or None if there are none.
     """
     tensors = CheckpointTensors(source)
     job = {"source": hashlib.sha256((source / MANIFEST).read_bytes()).hexdigest()}
@@ -226,10 +228,10 @@ def to_hf(source: Path, target: Path, *, progress: Progress = lambda _: None) ->
 
 def verify(first: Path, second: Path, *, progress: Progress = lambda _: None) -> int:
     """Compares by checksum all tensors of two folders, each a Hugging Face folder or a distributed
-    checkpoint. Returns the number of tensors.
+    checkpoint. Returns the number of tensors in each folder.
 
-    Raises CheckpointError if names, shapes, dtypes or contents differ; the error names the first
-    tensor that differs.
+    `progress`: called with the bytes of each tensor read. Raises CheckpointError if names, shapes,
+    dtypes or contents differ; the error names the first tensor that differs.
     """
     a, b = (tensors_of(folder) for folder in (first, second))
     names = [{tensor.name: tensor for tensor in side.planned} for side in (a, b)]
@@ -249,8 +251,8 @@ def verify(first: Path, second: Path, *, progress: Progress = lambda _: None) ->
 
 
 class FolderTensors:
-    """FolderTensors reads the tensors of an HF folder; `left_out` are the tensors in it that a
-    conversion omits.
+    """FolderTensors reads the tensors of an HF folder; `left_out` are the names of the tensors in
+    the folder that a conversion omits.
     """
 
     def __init__(self, folder: Path):
@@ -352,7 +354,9 @@ def tensors_of(folder: Path) -> FolderTensors | CheckpointTensors:
 
 
 def _groups(bound: list[Bound]) -> Iterator[list[tuple[Bound, int]]]:
-    """Yields, for each file of up to FILE_BYTES, a list of (tensor, its index in `bound`)."""
+    """Splits the tensors `bound` among the files of a checkpoint, each of up to FILE_BYTES. Yields
+    one list per file of (tensor, its index in `bound`).
+    """
     group: list[tuple[Bound, int]] = []
     size = 0
     for number, item in enumerate(bound):
@@ -372,10 +376,13 @@ def _boxes(
     sums: dict[str, str],
     room: Room,
 ) -> Generator[tuple[str, tuple[int, ...], Tensor], None, None]:
-    """Yields (key, offset, block) for each block of a checkpoint tensor; tensors are split as the
-    ranks of `parallel` will read them.
+    """Yields (key, offset, block) for each block of the checkpoint tensors in `group`; tensors are
+    split as the ranks of `parallel` will read them. Adds the checksums of the source tensors to
+    `sums`.
 
-    Adds the checksums of the source tensors to `sums`.
+    `files`: the source folder; `group`: tensors with their indices in `pieces`; `pieces`: each
+    tensor's blocks in a checkpoint of one rank; `sums`: HF name -> checksum; `room`: the memory
+    budget.
     """
     for item, number in group:
         with room.of(item.parameter.nbytes):
@@ -392,8 +399,8 @@ def _boxes(
 
 
 def _read(files: HFFolder, item: Bound) -> tuple[Tensor, dict[str, str]]:
-    """Returns the unsharded Megatron tensor, with each HF tensor read directly into its rows, and
-    HF name -> checksum.
+    """Reads the HF tensors of the unsharded Megatron tensor `item` directly into their rows.
+    Returns the Megatron tensor, and the checksum of each HF tensor by name.
     """
     rule = item.rule
     places = list(located(rule, 0, 1))
@@ -417,10 +424,10 @@ def _read(files: HFFolder, item: Bound) -> tuple[Tensor, dict[str, str]]:
 
 
 def _edges(rule: Rule, size: int, parallel: ParallelConfig) -> list[int]:
-    """Returns the indices along the sharded dimension, of `size`, at which a tensor is cut into
-    stored blocks. A block is read whole, for its checksum, so none may span the shares of two
-    ranks: neither in the layout `parallel` nor, for non-expert tensors, with a divisor of FINEST
-    ranks.
+    """Returns the indices, from 0 to `size`, at which a tensor is cut along its sharded dimension
+    (of length `size`) into stored blocks. A block is read whole, for its checksum, so none may span
+    the shares of two ranks: neither in the layout `parallel` nor, for non-expert tensors, with a
+    divisor of FINEST ranks.
     """
     if isinstance(rule, Replicated):
         return [0, size]

@@ -31,10 +31,11 @@ def checkpoint_in(folder: Path) -> Path | None:
 def write_model(
     checkpoint: Path, target: Path, name: str, base: Path | None, *, verify: bool
 ) -> int:
-    """Writes the model `name` of a training checkpoint (see `trained.SavedModel`) to `target`, and
-    prints its step. Returns the exit code 0.
+    """Writes the model `name` of a training checkpoint to the HF folder `target`, and prints its
+    step. Returns the exit code 0.
 
-    Raises ConfigError if `verify` is set.
+    `name`, `base`: see `trained.SavedModel`. Raises ConfigError if `verify` (the option --verify)
+    is set, since every block is verified on reading anyway.
     """
     from rftmega.run.conversion import trained
     from rftmega.run.conversion.progress_bar import progress_bar
@@ -86,7 +87,7 @@ def shown(folder: Path, *, tensors: bool, check: bool) -> int:
 
 def listed(folder: Path, *, check: bool) -> list[tuple[str, tuple[int, ...], str, str]]:
     """Prints a summary of a Megatron distributed checkpoint. Returns (name, shape, dtype, text with
-    the number of stored blocks) for each tensor.
+    the number of stored blocks) for each tensor. `check`: also verify all checksums.
     """
     reader = Reader(folder)
     layout = reader.manifest["layout"] or "one rank"
@@ -104,7 +105,9 @@ def listed(folder: Path, *, check: bool) -> list[tuple[str, tuple[int, ...], str
 
 
 def check_pieces(reader: Reader) -> None:
-    """Reads every stored block. Raises CheckpointError if the checksum of a block does not match."""
+    """Reads every stored block of a checkpoint. Raises CheckpointError if the checksum of a block
+    does not match.
+    """
     pieces = [box for boxes in reader.stored.values() for box in boxes]
     for box in tqdm(pieces, unit="piece", file=sys.stderr):
         target = torch.empty(box.shape, dtype=getattr(torch, box.dtype))

@@ -59,8 +59,9 @@ def begin(target: Path, job: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """Opens `target`, a new folder or one of an interrupted conversion. Returns file name -> log
     entry of each finished file.
 
-    The first line of the log PROGRESS is `job`, each following line the entry of a finished file.
-    Raises CheckpointError if `target` is the conversion of another job, or holds other files.
+    `job`: the conversion's source (its fingerprint) and options, as JSON; it is the first line of
+    the log PROGRESS, and each following line is the entry of a finished file. Raises
+    CheckpointError if `target` is the conversion of another job, or holds other files.
     """
     log = target / PROGRESS
     if log.is_file():
@@ -81,7 +82,7 @@ def begin(target: Path, job: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def _noted(log: Path) -> list[dict[str, Any]]:
-    """Returns the entries of a log.
+    """Returns the entries of a conversion's progress log.
 
     Lines that are incomplete, or zeros after a power loss, are skipped: the files that they were
     about are converted again.

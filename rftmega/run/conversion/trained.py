@@ -70,8 +70,8 @@ class SavedModel:
         return sum(tensor.bytes for tensor in self.planned)
 
     def frozen(self) -> tuple[FolderTensors, list[PlannedTensor]] | None:
-        """Returns the base folder and its tensors that the checkpoint omits, if the vision tower is
-        frozen; None otherwise.
+        """Returns (the base folder, its tensors that the checkpoint omits) if the run froze the
+        vision encoder; None otherwise.
         """
         if not self.reader.manifest["config"]["model"].get("freeze_vision"):
             return None
@@ -89,8 +89,8 @@ def to_hf(model: SavedModel, target: Path, *, progress: Progress = lambda _: Non
     """Writes the model into the folder `target`. Adapters are written to `target`_adapter in PEFT's
     format and merged in `target`. Resumes an interrupted conversion.
 
-    Returns a text about the adapters, or about the changes made to config.json (None if there are
-    none).
+    `progress`: called with the number of bytes finished since the last call. Returns a text about
+    the adapters, or about the changes made to config.json (None if there are none).
     """
     if "adapters" in model.said:
         return _adapted(model, target, progress)
@@ -135,10 +135,11 @@ def _stream(
 
 
 def _adapted(model: SavedModel, target: Path, progress: Progress) -> str:
-    """Writes the adapters, and merges them into the weights that they were trained on. Returns a
-    text about both.
+    """Writes the adapters to `target`_adapter, and the base model with these adapters merged to
+    `target`. Returns a text about both folders.
 
-    Raises CheckpointError for a model that only a run can export, or if the base weights differ.
+    Raises CheckpointError for a model that only a run can export, or if the base weights are not
+    those that the adapters were trained on.
     """
     whole = peft_folder.trained_whole(tensor.name for tensor in model.planned)
     chosen, lora = model.said["adapters"], model.reader.manifest["config"]["model"]["lora"]
@@ -171,7 +172,7 @@ def _adapted(model: SavedModel, target: Path, progress: Progress) -> str:
 
 
 def _sum_of(model: SavedModel) -> int:
-    """Returns the checksum of the base model's weights, as `checkpoint.frozen_weights.sum_of`
+    """Returns the checksum of the base model's weights, as `checkpoints.frozen_weights.sum_of`
     computes it.
     """
     known = model.said["hf_config"].get("model_type") in FAMILIES

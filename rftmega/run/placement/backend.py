@@ -20,7 +20,9 @@ Role = Literal["critic", "reward"]
 
 
 class Trainable(TrainedModel, Protocol):
-    """Trainable is a model of this run, of which this process holds a shard."""
+    """Trainable is the interface of a model of this run (policy or value model), of which this
+    process holds a shard.
+    """
 
     sum_of_frozen: int | None  # checksum of the reference, or of all weights of a reward model
 
@@ -37,11 +39,13 @@ class Trainable(TrainedModel, Protocol):
 
     @property
     def layout(self) -> str:
-        """Returns a description of the model's parallel layout, such as "tensor 2 x data 2"."""
+        """Returns a text that describes the model's parallel layout, such as "tensor 2
+        x data 2".
+        """
 
     @property
     def label(self) -> str:
-        """Returns a description of this process's position in the layout."""
+        """Returns a text that describes this process's position in the layout."""
 
     @property
     def residency(self) -> Residency: ...
@@ -91,6 +95,6 @@ class Backend(Protocol):
         """
 
     def value_model(self, config: RunConfig, *, role: Role) -> TrainableValues:
-        """Builds and loads `config.model` with a value head. A critic gets an optimizer; a reward
-        model (role "reward") only scores, and has none.
+        """Builds and loads `config.model` with a value head. With `role` "critic" it gets an
+        optimizer; with "reward" (a reward model) it only scores, and has none.
         """

@@ -17,7 +17,9 @@ from rftmega.run.placement.phases import DevicePhases
 
 
 class ColocatedPolicy:
-    """ColocatedPolicy moves the policy's state to the device before each computation."""
+    """ColocatedPolicy wraps the policy `actor`: before each computation it moves the policy's state
+    to the device.
+    """
 
     def __init__(self, actor: TrainablePolicy, phases: DevicePhases):
         self.actor = actor
@@ -49,8 +51,8 @@ class ColocatedPolicy:
 
 
 class ColocatedValues:
-    """ColocatedValues moves a value model's state to the device before each computation; `name` is
-    the model's name in DevicePhases.
+    """ColocatedValues wraps a value model: before each computation it moves the model's state to
+    the device. `name`: the model's name in `phases`.
     """
 
     def __init__(self, model: TrainableValues, phases: DevicePhases, name: str):

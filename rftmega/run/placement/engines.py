@@ -72,8 +72,8 @@ def _vllm(config: RunConfig, world: World, **named: Any) -> Engine:
 
 
 def _servers(config: RunConfig, world: World, **named: Any) -> Engine:
-    """Returns a ServerEngine, which presents vLLM servers, or remote SGLang servers, as one
-    engine.
+    """Returns a ServerEngine, which presents vLLM servers, or remote SGLang servers, as one engine.
+    `named`: `vocabulary`, `stop_ids` and the experts whose routes are recorded; see `create`.
     """
     from rftmega.rollout.servers.server_engine import ServerEngine
 
@@ -102,7 +102,7 @@ def unquantised(config: RunConfig) -> list[str]:
 
 def modules_kept(folder: str) -> list[str]:
     """Returns the names of the modules with a matrix that quantization of linear layers leaves
-    unchanged: embeddings, LM heads, routers.
+    unchanged: embeddings, LM heads, routers. `folder`: the model's Hugging Face folder.
     """
     description = describe(read_hf_config(folder))
     experts = description.experts.number if description.experts else 0

@@ -76,7 +76,8 @@ def _export_weights(model: Trainable, folder: str | Path, trainer: TrainerConfig
 
 def _tell_rounding(model: Trainable, folder: str | Path, *, write: bool) -> None:
     """Logs which share of the adapters' contribution is lost by rounding when they are merged into
-    low-precision weights; a collective. `write`: whether this process logs.
+    low-precision weights; a collective. `folder`: the exported folder, which the message names;
+    `write`: whether this process logs.
     """
     if model.dtype == torch.float32:
         return
@@ -98,6 +99,7 @@ def _export_adapters(
     """Writes the adapters, and a value head if there is one, to `target` in PEFT's format; a
     collective.
 
+    `exporter`: gathers these tensors from all processes; `adapters`: their rank, alpha and dropout;
     `base`: folder of the frozen model; `write`: whether this process writes.
     """
     whole = peft_folder.trained_whole(each.name for each in exporter.planned)

@@ -7,7 +7,9 @@ from rftmega.runtime.parallel.collectives import all_reduce
 
 
 class EngineNumerics:
-    """EngineNumerics implements `interfaces.Numerics`."""
+    """EngineNumerics implements `interfaces.Numerics` for the policy: its dtype, whether it has
+    experts, and `agreed`.
+    """
 
     def __init__(self, policy: Trainable, *, is_main: bool):
         self.dtype = str(policy.dtype).removeprefix("torch.")
@@ -15,5 +17,7 @@ class EngineNumerics:
         self.is_main = is_main
 
     def agreed(self, exceeded: bool) -> bool:
-        """Returns True on every process if any process passes True; a collective."""
+        """Returns True on every process if any process passes True; a collective. `exceeded`:
+        whether the log-prob mismatch exceeds its limit on this process.
+        """
         return bool(all_reduce(int(exceeded), "max"))

@@ -41,7 +41,7 @@ def predicted(config: RunConfig, world: World) -> Predicted:
 
 
 class Memory:
-    """Memory measures this process's memory, phase by phase, in MiB.
+    """Memory measures the memory of this process at the end of each phase of a run, in MiB.
 
     Metrics are memory_<phase>_<kind>_mib (live tensors of a kind such as gradients),
     memory_<phase>_<kind>_mib_predicted, and memory_<phase>_<name>_mib (values of the device's
@@ -61,7 +61,7 @@ class Memory:
         """Measures the memory at the end of the phase that `begin` has named; has no effect if none
         has begun.
 
-        `more`: kind -> bytes to add to the measured ones.
+        `more`: kind -> bytes of memory that the models do not count, such as push_buffers.
         """
         if self._phase is None:
             return

@@ -14,7 +14,8 @@ POLICY = "policy"
 
 class DevicePhases:
     """DevicePhases assigns the device's memory, phase by phase, to trained models, to the engine,
-    or to the weights of both.
+    or to the weights of both. A phase (start, rollout, score, update, push) begins with a call of
+    the method with its name.
     """
 
     def __init__(
@@ -67,7 +68,9 @@ class DevicePhases:
         self._hold("push", POLICY, PARAMETERS)
 
     def pushed(self, buffer_bytes: int) -> Metrics:
-        """Ends the push phase, whose buffers took `buffer_bytes`. Returns the memory metrics."""
+        """Ends the push phase, whose send and receive buffers took `buffer_bytes`. Returns the
+        memory metrics since the last call.
+        """
         self.memory.end(push_buffers=buffer_bytes)
         return self.memory.take()
 

@@ -116,7 +116,7 @@ class ReinforcementStrategy:
         self, world: World, environment: Environment, judges: Mapping[str, TrainableValues]
     ) -> None:
         """Connects the engine with the models: device phases, the pool that serves rollout
-        requests, and weight sync.
+        requests, and weight sync. `judges`: the value models, "critic" and "reward_model", by name.
         """
         config, actor = self.config, self.actor
         separate = config.strategy == "separate"
@@ -151,7 +151,9 @@ class ReinforcementStrategy:
         actor.push_to_rollout = self.weights.push
 
     def _weight_sync(self, pool: EnginePool) -> WeightSync:
-        """Returns the weight sync from the policy to the engines, as model.lora.push selects it."""
+        """Returns the weight sync from the policy to the engines in `pool`, as model.lora.push
+        selects it.
+        """
         actor = self.actor
         if not served_rank(self.config):
             if self.is_main and self.config.model.lora.rank:
@@ -209,7 +211,9 @@ class ReinforcementStrategy:
 
     @cached_property
     def checkpoints(self) -> TrainingCheckpoints:
-        """Returns the checkpoints of policy and critic, configured by checkpoint.*."""
+        """Returns the TrainingCheckpoints, which save and load policy and critic as configured by
+        checkpoint.*.
+        """
         return of_run(self.config, self.trained, self.export, self._frozen)
 
     def close(self) -> None:

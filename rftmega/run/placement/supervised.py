@@ -30,7 +30,11 @@ class SupervisedStrategy:
         self._memory = Memory({POLICY: self.model.residency}, predicted(config, world))
 
     def step(self, experience: Experience, loss_fn: LossFn, *, group_size: int = 1) -> Metrics:
-        """Takes one optimizer step of the model. Returns the metrics of the step and of memory."""
+        """Takes one optimizer step of the model on the rows of `experience`. Returns the metrics of
+        the step and of memory.
+
+        Every `group_size` consecutive rows are passed to `loss_fn` together.
+        """
         self._memory.begin("update")
         metrics = self.model.step(experience, loss_fn, group_size=group_size)
         self._memory.end()
@@ -38,7 +42,9 @@ class SupervisedStrategy:
 
     @cached_property
     def checkpoints(self) -> TrainingCheckpoints:
-        """Returns the checkpoints of the model, configured by checkpoint.*."""
+        """Returns the TrainingCheckpoints, which save and load the model as configured by
+        checkpoint.*.
+        """
         return of_run(self.config, {self.config.algorithm.task: self.model}, self.export)
 
     def export(self, folder: str | Path) -> None:

@@ -29,8 +29,8 @@ class Load:
 def layer_bytes(
     model: ModelDescription, parallel: ParallelConfig, layer: int, itemsize: int
 ) -> float:
-    """Returns the bytes per token that layer number `layer` stores for the backward pass;
-    `itemsize`: bytes of an activation.
+    """Returns the bytes per token that layer number `layer` stores for the backward pass on one
+    process; `itemsize`: bytes of an activation.
     """
     s = 1 / parallel.tensor if parallel.sequence else 1.0
     # Inputs and outputs of both norms; a float32 reciprocal deviation for each norm.
@@ -62,7 +62,10 @@ def _attention(model: ModelDescription, t: int, itemsize: int) -> float:
 
 
 def _mlp(model: ModelDescription, parallel: ParallelConfig, layer: int, itemsize: int) -> float:
-    """Returns the gated MLP's bytes per token: gate and up, the activated gate, their product."""
+    """Returns the bytes per token that the MLP of layer number `layer` stores for the backward
+    pass: gate and up projection, the activated gate, their product; in an MoE layer, those of the
+    active experts, and the routing. `itemsize`: bytes of an activation.
+    """
     experts = model.experts
     if experts is None or layer not in experts.layers:
         return itemsize * 4 * model.ffn / parallel.tensor
@@ -77,7 +80,8 @@ def _chunk_bytes(
     model: ModelDescription, parallel: ParallelConfig, stage: int, itemsize: int
 ) -> tuple[float, float]:
     """Returns the bytes per token that a pipeline stage stores for the backward pass, without
-    gradient checkpointing: for its largest chunk of layers, and for its largest layer.
+    gradient checkpointing: for its largest chunk of layers (with virtual pipeline stages it has
+    several), and for its largest layer. `itemsize`: bytes of an activation.
     """
     sparse = model.experts.layers if model.experts else frozenset()
     of_kind = {
@@ -97,7 +101,8 @@ def _chunk_bytes(
 
 def chunks_in_flight(parallel: ParallelConfig, stage: int, micro_batches: int) -> int:
     """Returns for how many pairs of layer chunk and micro-batch a stage stores activations at once,
-    with the 1F1B schedule or its interleaved form (section 4.2.3 of the paper).
+    with the 1F1B schedule or its interleaved form (section 4.2.3 of the paper). `micro_batches`:
+    number of micro-batches of an optimizer step.
     """
     p, v = parallel.pipeline, parallel.virtual_pipeline
     if v == 1:
@@ -106,8 +111,9 @@ def chunks_in_flight(parallel: ParallelConfig, stage: int, micro_batches: int) -
 
 
 def training(planned: PlannedModel, stage: int, load: Load) -> int:
-    """Returns the peak bytes of activations in an optimizer step on one process of a stage: those
-    stored for the micro-batches in flight, and the working memory of one layer.
+    """Returns the peak bytes of activations in an optimizer step on one process of pipeline stage
+    `stage`: those stored for the micro-batches in flight, and the working memory of one layer.
+    `load`: size and number of the micro-batches.
     """
     model, parallel, itemsize = planned.model, planned.parallel, planned.itemsize
     n = load.tokens / parallel.context
@@ -125,16 +131,17 @@ def training(planned: PlannedModel, stage: int, load: Load) -> int:
 
 def scoring(planned: PlannedModel, load: Load) -> int:
     """Returns the bytes of activations in a forward pass without gradients: the working memory of
-    one layer.
+    one layer. `load`: size and number of the micro-batches.
     """
     model, parallel, itemsize = planned.model, planned.parallel, planned.itemsize
     return int(load.tokens / parallel.context * _chunk_bytes(model, parallel, 0, itemsize)[1])
 
 
 def log_probs(planned: PlannedModel, stage: int, load: Load, *, learns: bool) -> int:
-    """Returns the bytes that computing log-probs takes on the last stage (0 on other stages, and
-    for a value model): hidden states, logits of a chunk of tokens and, if the model is trained
-    (`learns`), the gradients of both and of the output weight.
+    """Returns the bytes that computing log-probs of one micro-batch (its size is in `load`) takes
+    on the last pipeline stage (0 on other stages, and for a value model): hidden states, logits of
+    a chunk of tokens and, if the model is trained (`learns`), the gradients of both and of the
+    output weight.
     """
     if planned.value or stage != planned.parallel.pipeline - 1:
         return 0

@@ -20,15 +20,17 @@ CLOSE = 1.1  # ratio of step times up to which the simpler backend is chosen
 
 @dataclass(frozen=True)
 class Best:
-    """Best is the quickest layout of a backend that fits, or the reason (`why`) why none fits."""
+    """Best is the quickest layout of a backend that fits into the memory of the devices, or the
+    reason (`why`) why none fits.
+    """
 
     config: RunConfig | None
     seconds: float  # lower bound of a step without the push
     why: str = ""
 
     def changes(self, given: RunConfig) -> dict[str, Any] | None:
-        """Returns the options that turn `given` into this layout, by name; None if no layout
-        fits.
+        """Returns the options in which this layout differs from the config `given`, as dotted name
+        -> value; None if no layout fits.
         """
         return None if self.config is None else difference(given, self.config)
 
@@ -66,8 +68,8 @@ def recommended(config: RunConfig, machine: Machine) -> Recommendation:
 
 
 def on_backend(config: RunConfig, backend: Backend) -> RunConfig:
-    """Returns a copy of a config with this backend. If the backend changes, the layouts and the
-    optimizers' distribution and overlap options get their defaults.
+    """Returns a copy of a config with the backend `backend`. If the backend changes, the layouts
+    and the optimizers' distribution and overlap options get their defaults.
     """
     found = changed(config, {})
     if config.backend == backend:
@@ -84,7 +86,9 @@ def on_backend(config: RunConfig, backend: Backend) -> RunConfig:
 
 
 def best_of(config: RunConfig, machine: Machine) -> Best:
-    """Returns the quickest layout of `config.backend` that fits, or why none fits."""
+    """Returns the quickest layout of `config.backend` that fits into the memory of `machine`, or
+    the reason why none fits.
+    """
     try:
         models = models_of(config)
     except (CheckpointError, ConfigError) as error:
@@ -96,8 +100,8 @@ def best_of(config: RunConfig, machine: Machine) -> Best:
 
 
 def difference(given: RunConfig, chosen: RunConfig) -> dict[str, Any]:
-    """Returns the options of backend, layout, optimizer, rollout and trainer in which two configs
-    differ, by name, with the values of `chosen`.
+    """Returns dotted name -> value in `chosen` for the options of backend, layout, optimizer,
+    rollout and trainer in which the configs `given` and `chosen` differ.
     """
     found = {} if given.backend == chosen.backend else {"backend": chosen.backend}
     for section in ("parallel", "optimizer", "rollout", "trainer"):

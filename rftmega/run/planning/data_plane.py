@@ -28,8 +28,8 @@ def scored(config: RunConfig) -> int:
 
 
 def of_routes(config: RunConfig, experts: Experts | None) -> int:
-    """Returns the bytes per token of recorded expert routes (rollout.router_replay); `experts`: of
-    the policy, None if it is dense.
+    """Returns the bytes per token of recorded expert routes (rollout.router_replay). `experts`: the
+    experts of the policy, None if it is dense.
     """
     if experts is None or config.rollout.router_replay == "none":
         return 0
@@ -61,11 +61,12 @@ def on_each_host(config: RunConfig, experts: Experts | None = None) -> dict[str,
 
 
 def seconds(config: RunConfig, hosts: int, *, nic: float, token: float) -> dict[str, float]:
-    """Returns resource -> seconds that moving a step's rollouts between processes takes.
+    """Returns the seconds that moving a step's rollouts between processes takes: "NIC" (network
+    card) and "one core" (of a CPU).
 
     Hosts exchange their parts in a ring: with h hosts, 2 (h - 1) / h of all bytes go through the
-    network card of each host. `nic`: its bytes per second. On each host one process computes;
-    `token`: seconds that it takes per token.
+    network card of each host. `hosts`: number of hosts; `nic`: bytes per second of a network card;
+    `token`: seconds per token of the one process of each host that computes.
     """
     passes = 1 + (config.algorithm.kl.coef > 0)  # of two numbers a token each
     moved = COMPLETIONS + NUMBER * (2 * passes + config.algorithm.advantage.needs_critic)

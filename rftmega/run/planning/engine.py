@@ -20,7 +20,8 @@ def weight_bytes(
     planned: PlannedModel, ranks: int, itemsize: int = 2, *, quantization: str = "none"
 ) -> int:
     """Returns the bytes of weights on the fullest process of an engine that is sharded over `ranks`
-    processes; `itemsize`: bytes of a weight that is not quantized.
+    processes; `itemsize`: bytes of a weight that is not quantized; `quantization`: value of
+    rollout.quantization.
     """
     if not planned.rules:
         return itemsize * _by_shapes(planned, ranks)
@@ -56,7 +57,8 @@ def _elements(rule: Rule, ranks: int) -> int:
 
 
 def cache_bytes(model: ModelDescription, ranks: int, itemsize: int = 2) -> int:
-    """Returns the bytes that a token takes in the KV cache of one of an engine's `ranks` processes.
+    """Returns the bytes that a token takes in the KV cache of one of an engine's `ranks` processes;
+    `itemsize`: bytes of a cached number.
 
     With latent attention every process stores the whole compressed vector.
     """
@@ -67,8 +69,8 @@ def cache_bytes(model: ModelDescription, ranks: int, itemsize: int = 2) -> int:
 
 def working_bytes(model: ModelDescription, ranks: int, sequences: int, itemsize: int = 2) -> int:
     """Returns the working memory of one of an engine's `ranks` processes in bytes: activations of
-    `BATCHED` tokens, and logits and probabilities (float32) for one token of each of `sequences`
-    sequences.
+    `BATCHED` tokens (`itemsize` bytes each), and logits and probabilities (float32) for one token
+    of each of `sequences` sequences.
     """
     wide = 3 * model.ffn // ranks
     if model.experts:

@@ -25,8 +25,8 @@ CHANGING = ("parallel", "optimizer", "rollout", "trainer", "critic")  # sections
 
 @dataclass(frozen=True)
 class Machine:
-    """Machine is the hardware of a run: `devices` of `budget` each; `host` is the host memory of a
-    node in bytes (0: ignored).
+    """Machine is the hardware of a run: `devices` is the number of devices, each with the memory
+    `budget` and the rates `speeds`; `host` is the host memory of a node in bytes (0: ignored).
     """
 
     devices: int
@@ -45,9 +45,10 @@ class Machine:
 
 @dataclass(frozen=True)
 class Misfit:
-    """Misfit is a reason why a run does not fit.
+    """Misfit is a reason why a run does not fit into memory.
 
-    `over`: required memory over available memory; `phase`: a phase, or "host".
+    `over`: required memory over available memory; `phase`: the phase that needs too much, such as
+    "update", or "host" for host memory.
     """
 
     reason: str
@@ -56,8 +57,8 @@ class Misfit:
 
 
 def stages_of(models: Mapping[str, PlannedModel], world: int) -> list[dict[str, int]]:
-    """Returns one dictionary per pipeline stage, of the model with the most stages: model name ->
-    the stage that the first process of this stage has in the model.
+    """Returns one dictionary for each pipeline stage of the model with the most stages: model name
+    -> the stage of this model that is on the same processes. `world`: number of trainer processes.
     """
     most = max(planned.parallel.pipeline for planned in models.values())
     ranks = [world // most * number for number in range(most)]
@@ -70,9 +71,11 @@ def stages_of(models: Mapping[str, PlannedModel], world: int) -> list[dict[str, 
 def misfits(
     models: Mapping[str, PlannedModel], config: RunConfig, machine: Machine, push_buffers: int
 ) -> list[Misfit]:
-    """Lists the reasons why a run does not fit; empty if everything fits.
+    """Returns the reasons why a run does not fit into the memory of devices and hosts; [] if it
+    fits.
 
-    `push_buffers`: bytes of a push's buffers on one process.
+    `models`: the run's models by name; `push_buffers`: bytes of the buffers of a weight push on one
+    process.
     """
     found, world, budget = [], machine.trainers(config), machine.budget
     if config.algorithm.task == "rl" and (misfit := engine_misfit(models[POLICY], config, budget)):
@@ -123,7 +126,7 @@ def _said(phase: str, stage: int, parts: Bytes, budget: Budget) -> str:
 def changed(config: RunConfig, changes: Mapping[str, Any]) -> RunConfig:
     """Returns a copy of the config with `changes` (dotted option name -> value).
 
-    A critic that has the layout or the optimizer of the policy gets the changed one, too.
+    A critic with the same layout or optimizer as the policy gets the changed one, too.
     """
     # copy.copy would read the whole config again: RunConfig is restored from its options
     sections = {name: replace(getattr(config, name)) for name in CHANGING}
@@ -150,8 +153,8 @@ def laid_out(models: Mapping[str, PlannedModel], config: RunConfig) -> dict[str,
 
 
 def refused(models: Mapping[str, PlannedModel], config: RunConfig, machine: Machine) -> list[str]:
-    """Lists the reasons, besides memory, why the config can't run on `machine`; data files are not
-    checked.
+    """Returns the reasons, besides memory, why the config can't run on `machine`; data files are
+    not checked. `models`: the run's models by name.
     """
     found = violations(config, machine.trainers(config), data=False)
     for name, planned in models.items():
@@ -175,8 +178,8 @@ def refused(models: Mapping[str, PlannedModel], config: RunConfig, machine: Mach
 
 
 def push_bound(policy: PlannedModel, config: RunConfig) -> int:
-    """Returns an approximate upper bound of a colocated run's push buffers in bytes; 0 for other
-    runs.
+    """Returns an approximate upper bound in bytes of the buffers that a weight push takes on one
+    process of a colocated run; 0 for other runs.
     """
     if config.algorithm.task != "rl" or config.strategy == "separate":
         return 0

@@ -42,7 +42,7 @@ class Budget:
 
 @dataclass(frozen=True)
 class Cache:
-    """Cache is the KV cache of one engine."""
+    """Cache is the size of the KV cache of one engine."""
 
     budget: float  # bytes that vLLM may take on each process
     bytes: int  # left for the cache; negative if weights and working memory leave none
@@ -52,10 +52,11 @@ class Cache:
 def resident(
     models: Mapping[str, PlannedModel], config: RunConfig, world: int, stages: Mapping[str, int]
 ) -> dict[str, Bytes]:
-    """Returns phase -> kind -> bytes on one process's device: weights, gradients, main parameters
-    and Adam states.
+    """Returns phase -> kind -> bytes that one process keeps on its device in this phase: weights,
+    gradients, main parameters and Adam states.
 
-    `world`: number of processes; `stages`: model name -> pipeline stage of the process.
+    `models`: the run's models by name; `world`: number of trainer processes; `stages`: model name
+    -> pipeline stage of the process.
     """
     held = {
         name: {} if planned.parallel.cpu_offload else states(planned, world, stages[name])
@@ -89,7 +90,9 @@ def resident(
 
 
 def load_of(config: RunConfig, parallel: ParallelConfig, world: int) -> Load:
-    """Returns the micro-batches of an optimizer step if all sequences have the maximum length."""
+    """Returns size and number of the micro-batches of an optimizer step if all sequences have the
+    maximum length. `parallel`: layout of the trained model; `world`: number of trainer processes.
+    """
     data = world // (parallel.tensor * parallel.pipeline * parallel.context)
     longest = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
     rows = max(1, rows_of(config) // config.algorithm.updates_per_epoch // data)
@@ -108,7 +111,9 @@ def rows_of(config: RunConfig) -> int:
 
 
 def cache_of(policy: PlannedModel, config: RunConfig, budget: Budget) -> Cache:
-    """Returns the KV cache of an engine on devices of `budget`."""
+    """Returns the size of the KV cache of one of the run's engines; `budget`: memory of each of its
+    devices.
+    """
     ranks = config.rollout.tensor
     share = config.rollout.memory_fraction * budget.memory
     left = (
@@ -130,10 +135,11 @@ def on_device(
     budget: Budget,
     push_buffers: int,
 ) -> dict[str, Bytes]:
-    """Returns phase -> kind -> peak bytes of a CUDA device.
+    """Returns phase -> kind -> peak bytes on one process's CUDA device.
 
-    `push_buffers`: bytes of the buffers of a push; other parameters as of `resident`. A colocated
-    engine takes all the memory that rollout.memory_fraction allows.
+    `budget`: the device's memory; `push_buffers`: bytes of the buffers of a weight push; other
+    arguments as of `resident`. A colocated engine takes all the memory that rollout.memory_fraction
+    allows.
     """
     phases = {
         phase: dict(parts) for phase, parts in resident(models, config, world, stages).items()
@@ -200,8 +206,9 @@ def experience_bytes(config: RunConfig) -> int:
 
 
 def _held(planned: PlannedModel, world: int, stage: int) -> tuple[int, int]:
-    """Returns the number of trained weights that one process holds, and the bytes per weight of
-    further copies, such as the reference.
+    """Returns the number of trained weights that one process of pipeline stage `stage` holds, and
+    the bytes per weight of a further copy of them, such as the reference model. `world`: number of
+    trainer processes.
     """
     if planned.groups is None:
         return elements_of(alone(planned) if planned.adapted else planned, stage), planned.itemsize
@@ -213,8 +220,8 @@ def on_host(
     models: Mapping[str, PlannedModel], config: RunConfig, world: int, stages: Mapping[str, int]
 ) -> Bytes:
     """Returns kind -> bytes that one process keeps in host memory: copies of weights, offloaded
-    state, the buffer for saving checkpoints. `data_plane.on_each_host` counts the memory that all
-    processes of a host share.
+    state, the buffer for saving checkpoints. Arguments as of `resident`. `data_plane.on_each_host`
+    counts the memory that all processes of a host share.
     """
     policy, found = models[POLICY], Bytes()
     elements, itemsize = _held(policy, world, stages[POLICY])
@@ -252,8 +259,8 @@ def on_host(
 
 
 def _packed_away(planned: PlannedModel, stage: int) -> int:
-    """Returns the bytes that one process saves by storing the linear layers of a frozen base model
-    in int8 with scales.
+    """Returns the bytes that one process of pipeline stage `stage` saves by storing the linear
+    layers of a frozen base model in int8 with scales.
     """
     linear = [rule for rule in planned.rules if all(map(is_linear, rule.hf_names(0, 0)))]
     elements = elements_of(replace(planned, rules=linear), stage)

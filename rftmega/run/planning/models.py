@@ -67,7 +67,8 @@ def models_of(
 ) -> dict[str, PlannedModel]:
     """Returns the models of a run by name: policy, critic, reward_model.
 
-    `auto`: the dtype that model.dtype=auto stands for; `narrow_whole`: see PlannedModel.
+    `auto`: the dtype that model.dtype=auto stands for; `narrow_whole`: whether every
+    tensor-parallel rank holds all of latent attention's down-projections, as in Transformer Engine.
 
     Raises CheckpointError if a folder has no config.json, or one of an unknown architecture.
     """
@@ -132,6 +133,9 @@ def _sharded(
     """Returns the description, conversion rules and FSDP2 groups of a decoder that transformers
     builds. Without a conversion table there are no rules, and the description is read from the
     model that transformers builds.
+
+    `path`: folder with config.json; `tensor`: tensor-parallel size; `value`: with a value head
+    instead of an LM head.
     """
     counted, groups = _groups(path, tensor, lora, value=value)
     try:

@@ -26,7 +26,9 @@ DTYPES = {4: torch.float32, 2: torch.bfloat16, 1: torch.uint8}  # by bytes per w
 
 
 class Push(NamedTuple):
-    """Push is the predicted cost of one weight push."""
+    """Push is the predicted cost of one weight push: the memory of its buffers on each process, and
+    the bytes sent between each two processes.
+    """
 
     buffers: list[int]  # peak bytes of messages on each process
     sent: dict[tuple[int, int], int]  # (sending process, receiving process) -> bytes
@@ -37,7 +39,7 @@ MOST = 200_000  # moves up to which a push is simulated in full; otherwise only 
 
 
 def push_buffers(planned: PlannedModel, config: RunConfig, world: int) -> list[int]:
-    """Returns the peak bytes of push buffers on each process.
+    """Returns the peak bytes of the buffers of a weight push on each of `world` trainer processes.
 
     With separate engines, these are the bytes of the shared memory that all processes map.
     """
@@ -51,8 +53,9 @@ def push_buffers(planned: PlannedModel, config: RunConfig, world: int) -> list[i
 
 
 def sampled(model: ModelDescription, world: int) -> set[int] | None:
-    """Returns the numbers of one dense and one MoE layer, as the model has them, if simulating all
-    layers would take too long; otherwise None.
+    """Returns the indices of one dense and one MoE layer (if the model has both kinds) to simulate
+    if a simulation of all layers on `world` processes would take too long; None: simulate all
+    layers.
     """
     experts = model.experts.layers if model.experts else frozenset()
     each = 2 * model.experts.number if model.experts else 0
@@ -70,8 +73,11 @@ def push_of(
     *,
     layers: Collection[int] | None = None,
 ) -> Push:
-    """Simulates a push into colocated engines of `engine_tensor` processes each, which load weights
-    as vLLM does. `layers`: numbers of the layers to simulate; None: all.
+    """Simulates a weight push from `world` trainer processes into colocated engines of
+    `engine_tensor` processes each, which load weights as vLLM does.
+
+    `bucket_bytes`: bytes of the tensors that are sent at a time; `layers`: indices of the layers to
+    simulate; None: all.
     """
     if planned.groups is not None:
         return _of_rows(planned, world, engine_tensor, bucket_bytes)
@@ -83,8 +89,9 @@ def push_of(
 
 
 def _of_rows(planned: PlannedModel, world: int, engine_tensor: int, bucket_bytes: int) -> Push:
-    """Returns an upper bound of the push of a model on FSDP2: every process of a replica sends its
-    rows of two buckets while it receives the rows of the other processes.
+    """Returns an upper bound of the cost of a push of a model on FSDP2: every process of a replica
+    sends its rows of two buckets while it receives the rows of the other processes. Arguments as of
+    `push_of`.
     """
     shards = world // planned.parallel.replicas
     read = weight_bytes(planned, engine_tensor, planned.itemsize)
@@ -99,8 +106,9 @@ def _of_rows(planned: PlannedModel, world: int, engine_tensor: int, bucket_bytes
 
 
 def bound_of(planned: PlannedModel, engine_tensor: int, bucket_bytes: int) -> int:
-    """Returns an approximate upper bound of buffer bytes: two buckets received and two sent, each
-    of one engine rank. The experts of a layer form one bucket, however many they are.
+    """Returns an approximate upper bound of the bytes of a push's buffers on one process: two
+    buckets received and two sent, each with the share of one of an engine's `engine_tensor`
+    processes. A bucket has `bucket_bytes`, or all experts of a layer, however many they are.
     """
     experts = planned.model.experts
     if experts:
@@ -120,9 +128,9 @@ def simulated(
 ) -> Push:
     """Simulates the messages of a push of `tensors` in buckets of `bucket_bytes`.
 
-    `kinds`: the slices that each engine rank reads; `kind_of`: the engine rank of each process;
-    `alone`: only some layers are simulated, so each bucket stands for many equal consecutive
-    buckets.
+    `kinds`: for each rank of an engine, the slices of HF tensors that it reads; `kind_of`: for each
+    process, its engine rank (index in `kinds`); `alone`: only some layers of `model` are simulated,
+    so each bucket stands for many equal consecutive buckets.
     """
     world = len(kind_of)
     most = [0] * world
@@ -155,8 +163,9 @@ def simulated(
 def _messages(
     pairs: dict[tuple[int, int], list[TensorSlice]], tensor: LogicalTensor, world: int
 ) -> tuple[list[int], list[int]]:
-    """Returns two lists over the processes: bytes of all messages, and bytes of received messages
-    that contain the last HF tensor of `tensor`.
+    """Returns two lists over the `world` processes, for the messages of one bucket: the bytes of
+    all messages that a process sends or receives, and of the received messages that contain the
+    last HF tensor of `tensor`.
 
     `pairs`: (source, target) -> slices that are sent.
     """
@@ -179,9 +188,10 @@ def _messages(
 def tensors_of_plan(
     planned: PlannedModel, world: int, engine_tensor: int, layers: Collection[int] | None = None
 ) -> list[Placement]:
-    """Returns the tensors of a push with the processes that hold them, in the model's order.
+    """Returns the tensors of a push in the model's order, each with the processes that hold and
+    that need slices of it.
 
-    `layers`: numbers of the layers to include; None: all.
+    `engine_tensor`: processes of an engine; `layers`: indices of the layers to include; None: all.
     """
 
     def dtype(rule: Rule) -> torch.dtype:

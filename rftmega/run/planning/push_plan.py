@@ -50,9 +50,10 @@ def placements(
 ) -> Iterator[Placement]:
     """Yields every pushed tensor with its holders and the slices that engine ranks need.
 
-    `world`: number of trainer ranks. Engine ranks are the trainer's ranks if `colocated`, else they
-    are numbered after the trainer's. `layers`: numbers of the layers to include; None: all.
-    `narrow_whole`: see PlannedModel.
+    `rules`: how HF tensors map to Megatron tensors; `world`: number of trainer ranks; `engines`:
+    the engines' layout, whose ranks are the trainer's ranks if `colocated`, else they are numbered
+    after the trainer's. `dtype`: returns the dtype in which the tensor of a rule is pushed;
+    `narrow_whole`: see `models_of`; `layers`: indices of the layers to include; None: all.
     """
     experts = model.experts.number if model.experts else 0
     stage_of = {
@@ -117,7 +118,8 @@ def placements(
 
 def _holders(rule: Rule, shards: Sequence[tuple[int, ...]]) -> Holders:
     """Returns the slices of HF tensors in each shard of a Megatron tensor, with the ranks that hold
-    the shard; shards that contain only padding are omitted.
+    the shard; shards that contain only padding are omitted. `rule`: the tensor's conversion rule;
+    `shards`: for each shard, the ranks that hold it.
     """
     found = ((holding(rule, number, len(shards)), ranks) for number, ranks in enumerate(shards))
     return tuple((parts, ranks) for parts, ranks in found if parts)

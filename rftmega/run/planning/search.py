@@ -62,8 +62,9 @@ class Proposal:
 class Alternative:
     """Alternative is one layout of the trainer, or one size of the engine.
 
-    `moved`: number of settings that it changes; `stays`: bytes of a device that it occupies during
-    a rollout; `simple`: sort key, smaller is simpler.
+    `changes`: its options; `moved`: number of settings in which it differs from the config;
+    `seconds`: lower bound of the time that its part of a step takes; `stays`: bytes of a device
+    that it occupies during a rollout; `simple`: sort key, smaller is simpler.
     """
 
     changes: Changes
@@ -75,7 +76,10 @@ class Alternative:
 
 @dataclass
 class Found:
-    """Found is the outcome of a search: the layout that fits, and the rejected ones."""
+    """Found is the outcome of a search: the proposal that fits (or None), and the rejected layouts,
+    each with the reason why it does not fit. `refusal`: the violated rule if every layout violates
+    one.
+    """
 
     proposal: Proposal | None = None
     rejected: list[tuple[Changes, Misfit]] = field(default_factory=list)
@@ -94,7 +98,7 @@ class Found:
 class Search:
     """Search covers all layouts of a run on `config.backend`.
 
-    `models`: the models of `config`; `wider`: also try context parallelism (Megatron), or
+    `models`: the models of `config` by name; `wider`: also try context parallelism (Megatron), or
     parameters in host memory (FSDP2).
     """
 
@@ -134,8 +138,8 @@ class Search:
         return simplest if simplest.proposal else found
 
     def _first(self, pairs: Iterable[tuple[Alternative, Alternative]]) -> Found:
-        """Returns the first pair of trainer layout and engine size that fits, and the pairs that
-        were rejected before it.
+        """Returns the first of `pairs` (trainer layout, engine size) that can run and fits into
+        memory, and the rejected layouts with the reasons why they do not fit.
         """
         found = Found()
         failed: set[int] = set()
@@ -189,7 +193,9 @@ class Search:
         return found
 
     def _told(self, changes: Changes) -> dict[str, Any]:
-        """Returns those of `changes` whose values differ from the config's."""
+        """Returns the `changes` (dotted option name -> value) whose values differ from the
+        config's.
+        """
         return {
             name: value for name, value in changes.items() if value != value_of(self.config, name)
         }
@@ -224,7 +230,7 @@ class Search:
         return whole and fits_nodes and not heads_violations(policy.model, ranks, "rollout.tensor")
 
     def _rolled(self, config: RunConfig) -> float:
-        """Returns a lower bound of the seconds in which the engines generate a step's
+        """Returns a lower bound of the seconds in which all engines together generate a step's
         completions.
         """
         policy, world = self.models[POLICY], self.machine.trainers(config)
@@ -283,7 +289,7 @@ class Search:
 
     def _held(self, policy: PlannedModel, world: int) -> Mapping[str, int]:
         """Returns kind -> bytes of weights, gradients and optimizer states on one process of the
-        policy's fullest pipeline stage.
+        policy's fullest pipeline stage. `world`: number of trainer processes.
         """
         if policy.parallel.cpu_offload:
             return {GRADIENTS: 0}
@@ -315,8 +321,8 @@ class Search:
         return own or largest * parallel.pipeline <= UNEVEN * model.layers
 
     def _axis(self, values: Iterable[Changes]) -> Axis:
-        """Returns the distinct values of one setting, as changes to the config; the first is {}, the
-        config's own value.
+        """Returns the distinct `values` of one setting, as changes to the config (dotted option
+        name -> value); the first is {}, the config's own value.
         """
         found: Axis = [{}]
         for value in map(self._told, values):
@@ -371,8 +377,8 @@ class Search:
         ]
 
     def _less_at_once(self) -> list[Axis]:
-        """Lists two settings of smaller micro-batches: the tokens of one row of maximum length, and
-        the patches of one prompt.
+        """Lists the two settings that make micro-batches smaller: at most the tokens of one
+        sequence of maximum length, and at most the image patches of one prompt.
         """
         config, model = self.config, self.models[POLICY].model
         longest, bound = config.rollout.max_row_tokens, config.trainer.max_patches_per_micro_batch
@@ -391,8 +397,8 @@ class Search:
 def found_layout(
     models: Mapping[str, PlannedModel], config: RunConfig, machine: Machine, order: Order
 ) -> Found:
-    """Returns the quickest or the nearest layout that fits (see `Search.first`), and the rejected
-    ones.
+    """Returns the quickest or the nearest layout that fits, and the rejected layouts. `order`:
+    "quickest" or "nearest", see `Search.first`.
 
     Times omit the communication of context parallelism and the cost of Adam on the host. So context
     parallelism and parameters on the host are tried only if no other layout fits.
@@ -411,8 +417,9 @@ def powers(most: int) -> list[int]:
 
 
 def stage_options(layers: int, number: int) -> dict[str, int]:
-    """Returns the options that distribute `layers` over `number` pipeline stages. If they do not
-    divide evenly, the last stage, which also holds the LM head, gets fewer layers.
+    """Returns the config options (dotted name -> value) that distribute `layers` layers over
+    `number` pipeline stages. If they do not divide evenly, the last stage, which also holds the LM
+    head, gets fewer layers.
     """
     last = layers - (number - 1) * math.ceil(layers / number)
     while last < 1 or (number > 1 and (layers - last) % (number - 1)):

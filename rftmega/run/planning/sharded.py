@@ -17,23 +17,29 @@ FLOAT = 4  # bytes of a sharded weight, gradient and each moment, whatever the f
 
 def shards_of(planned: PlannedModel, world: int) -> int:
     """Returns the number of blocks into which the rows of a (tensor-parallel) parameter are
-    sharded.
+    sharded. `world`: number of trainer processes.
     """
     return world // planned.parallel.replicas // planned.parallel.tensor
 
 
 def elements_of(groups: Groups, shards: int) -> int:
-    """Returns the number of elements of the model's own parameters that one process allocates."""
+    """Returns the number of elements of the model's own parameters (without adapters) that one
+    process allocates. `groups`: shapes of the parameters; `shards`: see `shards_of`.
+    """
     return sum(_rows(shapes, shards) for shapes in (*groups.apart, groups.whole_pass))
 
 
 def pairs_of(groups: Groups, shards: int) -> int:
-    """Returns the number of elements of adapters that one process allocates."""
+    """Returns the number of elements of adapters that one process allocates; arguments as of
+    `elements_of`.
+    """
     return sum(_rows(shapes, shards) for shapes in groups.pairs)
 
 
 def trained_of(groups: Groups, shards: int) -> int:
-    """Returns the number of elements of trained parameters that one process allocates."""
+    """Returns the number of elements of trained parameters that one process allocates; arguments as
+    of `elements_of`.
+    """
     if not groups.pairs:
         return elements_of(groups, shards)
     return pairs_of(groups, shards) + _rows(groups.beside, shards)
@@ -63,11 +69,11 @@ def states(planned: PlannedModel, world: int) -> dict[str, int]:
 
 
 def frozen_bytes(planned: PlannedModel, world: int) -> int:
-    """Returns the bytes on one process of a frozen model's shards, and of the whole A matrix of
-    every pair, which merging needs; 0 for a model without adapters.
+    """Returns the bytes on one process of a frozen model's shards, and of the whole matrix A of
+    every adapter (A, B), which merging needs; 0 for a model without adapters.
 
-    Of an embedding's pair B is needed, too. Pairs of experts are sharded like the experts, and
-    merged locally.
+    For an adapter of an embedding, the whole B is needed, too. Adapters of experts are sharded like
+    the experts, and merged locally.
     """
     groups = planned.groups
     if groups is None or not groups.pairs:

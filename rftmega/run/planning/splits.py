@@ -18,7 +18,9 @@ BOUNDS = (1, 2, 4)  # of trainer.max_staleness, besides the config's own
 
 @dataclass(frozen=True)
 class DeviceSplit:
-    """DeviceSplit is a number of devices for the trainer, and a number of servers on the others."""
+    """DeviceSplit is a number of devices for the trainer and a number of servers on the others,
+    with lower bounds of the step time.
+    """
 
     trainers: int
     servers: int
@@ -69,15 +71,15 @@ def bound_name(most: int) -> str:
 
 
 def best_of(splits: Sequence[DeviceSplit], schedule: str) -> DeviceSplit:
-    """Returns the split with the shortest step under a rollout schedule; among equally short ones,
-    the split with the shortest synchronous step.
+    """Returns the split with the shortest step under the rollout schedule named `schedule` (see
+    `chosen_schedule`); among equally short ones, the split with the shortest synchronous step.
     """
     return min(splits, key=lambda split: (split.steps[schedule], split.steps[SYNCHRONOUS]))
 
 
 def bytes_under_way(config: RunConfig, most: int) -> int:
-    """Returns the host bytes of the completions in flight beyond those of one step, for a staleness
-    bound of `most`, if all are finished and of maximum length.
+    """Returns the host bytes of the completions in flight beyond those of one step, if
+    trainer.max_staleness is `most` and all are finished and of maximum length.
     """
     return most * tokens_of(config) * COMPLETIONS
 

@@ -40,7 +40,7 @@ START, END = 64, 128  # elements to which parameters, and buffers, are aligned
 
 class Chunk(NamedTuple):
     """Chunk counts the parameters of one chunk of layers on one process: number of elements ->
-    number of parameters with so many elements; experts are counted separately.
+    number of parameters with so many elements. The parameters of experts are counted separately.
     """
 
     dense: Counter[int]
@@ -48,8 +48,8 @@ class Chunk(NamedTuple):
 
 
 def chunks_of(planned: PlannedModel, stage: int) -> list[Chunk]:
-    """Returns the counts of each chunk of layers on one process of a stage; all processes of a stage
-    have equal shards.
+    """Returns the parameter counts of each chunk of layers on one process of pipeline stage `stage`
+    (several chunks with virtual pipeline stages); all processes of a stage have equal shards.
 
     Raises ValueError or WeightMismatch for an invalid layout.
     """
@@ -111,15 +111,16 @@ def elements_of(planned: PlannedModel, stage: int) -> int:
 
 
 def sharers(planned: PlannedModel, world: int) -> tuple[int, int]:
-    """Returns how many processes hold the same dense parameters, and how many hold the same experts;
-    such processes share the states of a distributed optimizer.
+    """Returns (number of processes that hold the same dense parameters, number that hold the same
+    experts); such processes share the states of a distributed optimizer.
     """
     return copies(world, planned.parallel, experts=planned.model.experts is not None)
 
 
 def states(planned: PlannedModel, world: int, stage: int) -> dict[str, int]:
     """Returns how many bytes of parameters, gradients, main parameters and Adam states one process
-    of a pipeline stage holds, by kind. Adam's states are counted as after the first step.
+    of pipeline stage `stage` holds, by kind. Adam's states are counted as after the first step.
+    `world`: number of trainer processes.
     """
     if planned.groups is not None:
         return sharded.states(planned, world)

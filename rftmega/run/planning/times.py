@@ -28,8 +28,9 @@ from rftmega.run.planning.states import sharers, states
 
 @dataclass(frozen=True)
 class Speeds:
-    """Speeds holds the rates of one device: floating-point operations per second, bytes per second
-    of its memory and of each link; and the number of devices per node.
+    """Speeds holds the rates of one device: floating-point operations per second (`flops`), bytes
+    per second of its memory, of NVLink, of the network card (`nic`) and of the link to the host;
+    and the number of devices per node.
     """
 
     flops: float
@@ -55,10 +56,11 @@ def seconds(
     push: Push | None,
     speeds: Speeds,
 ) -> dict[str, dict[str, float]]:
-    """Returns phase -> resource -> seconds of a step with completions of maximum length.
+    """Returns phase -> resource (such as "compute" or "NIC") -> seconds of a step with completions
+    of maximum length.
 
     `world`: number of trainer processes; `cache`: the KV cache of an engine, None omits the rollout
-    phase; `push`: the cost of a push, None omits the push phase.
+    phase; `push`: the cost of a weight push, None omits the push phase.
     """
     found: dict[str, dict[str, float]] = {}
     length = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
@@ -103,9 +105,11 @@ def seconds(
 def _generating(
     policy: PlannedModel, config: RunConfig, world: int, cache: Cache, speeds: Speeds
 ) -> dict[str, float]:
-    """Returns kind of work -> seconds that one engine takes for its share of a step's completions.
+    """Returns kind of work (such as "decode") -> seconds that one engine takes for its share of a
+    step's completions.
 
-    The engine batches completions as far as its KV cache and rollout.max_batch allow.
+    The engine batches completions as far as its KV cache and rollout.max_batch allow. `world`:
+    number of trainer processes.
     """
     ranks, rollout = config.rollout.tensor, config.rollout
     engines = rollout.servers if config.strategy == "separate" else world // ranks
@@ -133,7 +137,7 @@ def generated(
 ) -> Generated:
     """Returns the times in which one engine generates the completions of `prompts` prompts.
 
-    `under_way`: how many times as many completions are in flight at once; `mean_length`: mean
+    `under_way`: number of steps whose completions are in flight at once; `mean_length`: mean
     completion length, as a share of the maximum.
     """
     ranks, rollout, model = config.rollout.tensor, config.rollout, policy.model
@@ -213,8 +217,8 @@ def _learning(
 
 
 def _summed(planned: PlannedModel, tokens: float, speeds: Speeds) -> float:
-    """Returns the seconds of the tensor-parallel all-reduces of two outputs per layer, over `tokens`
-    tokens; the tokens of backward passes are included in this number.
+    """Returns the seconds of the tensor-parallel all-reduces of two outputs per layer, over
+    `tokens` tokens; a token counts again for each further pass (backward, recomputed forward).
     """
     model, t = planned.model, planned.parallel.tensor
     reduced = 2 * model.layers / planned.parallel.pipeline * tokens * model.hidden
@@ -224,8 +228,9 @@ def _summed(planned: PlannedModel, tokens: float, speeds: Speeds) -> float:
 def _exchanged(
     planned: PlannedModel, config: RunConfig, world: int, compute: float, speeds: Speeds
 ) -> dict[str, float]:
-    """Returns the seconds of FSDP2's gathers and reductions that are not hidden by `compute` seconds
-    of computation and, with parameters on the host, the seconds of copies to and from the host.
+    """Returns "gathers": the seconds of FSDP2's gathers and reductions that are not hidden by
+    `compute` seconds of computation; and with parameters on the host "host": the seconds of copies
+    to and from the host. `world`: number of trainer processes.
     """
     assert planned.groups is not None
     parallel, steps = planned.parallel, config.algorithm.steps_per_rollout
@@ -245,7 +250,9 @@ def _exchanged(
 
 
 def _gather(planned: PlannedModel, world: int, speeds: Speeds) -> float:
-    """Returns the seconds that a process takes to gather the model's other shards once."""
+    """Returns the seconds that a process takes to gather the model's other shards once. `world`:
+    number of trainer processes.
+    """
     assert planned.groups is not None
     shards = sharded.shards_of(planned, world)
     held = sharded.elements_of(planned.groups, shards) + sharded.pairs_of(planned.groups, shards)
@@ -254,7 +261,9 @@ def _gather(planned: PlannedModel, world: int, speeds: Speeds) -> float:
 
 
 def _routed(model: ModelDescription, planned: PlannedModel, tokens: float) -> float:
-    """Returns the bytes that one process sends to experts in one direction."""
+    """Returns the bytes that one process sends to experts for `tokens` tokens in one direction
+    (dispatch or combine).
+    """
     assert model.experts is not None
     parallel = planned.parallel
     layers = len(model.experts.layers) / parallel.pipeline

@@ -12,8 +12,8 @@ from rftmega.run.planning.models import PlannedModel
 
 
 def patches_of(planned: PlannedModel, config: RunConfig, load: Load) -> int:
-    """Returns the number of patches in a micro-batch whose prompts consist only of images, all
-    different: the maximum.
+    """Returns the maximum number of patches in a micro-batch: all its prompts consist only of
+    images, no two of which are equal. `load`: size of the micro-batch.
     """
     longest = config.rollout.max_prompt_tokens + config.rollout.max_response_tokens
     most = load.tokens // longest * patches_of_prompt(planned.model, config)
@@ -31,12 +31,14 @@ def patches_of_prompt(model: ModelDescription, config: RunConfig) -> int:
 
 
 def _per_feature(tower: VisionTower | AudioTower) -> int:
-    """Returns how many patches, or audio positions, form one feature."""
+    """Returns how many patches, or audio positions, the encoder `tower` merges into one feature."""
     return 2 if isinstance(tower, AudioTower) else tower.merge**2
 
 
 def block_bytes(tower: VisionTower | AudioTower, itemsize: int) -> float:
-    """Returns the bytes per patch that a layer of the encoder stores for the backward pass."""
+    """Returns the bytes per patch that a layer of the encoder `tower` stores for the backward pass;
+    `itemsize`: bytes of an activation.
+    """
     # Inputs and outputs of both norms; a float32 mean and deviation for each norm.
     norms = itemsize * 4 * tower.width + 16
     # The joint queries, keys and values; queries and keys rotated; the output, and a log-sum.
@@ -45,10 +47,11 @@ def block_bytes(tower: VisionTower | AudioTower, itemsize: int) -> float:
 
 
 def outside_bytes(tower: VisionTower | AudioTower, hidden: int, itemsize: int) -> float:
-    """Returns the bytes per patch stored outside the encoder's layers: the patch itself, and the
-    merger of patches into features, for the decoder and for each layer with deepstack features. For
-    audio, per position: its two frames, both convolutions before and after their activation, and
-    the final projection. `hidden`: hidden size of the decoder.
+    """Returns the bytes per patch stored outside the layers of the encoder `tower`: the patch
+    itself, and the merger of patches into features, for the decoder and for each layer with
+    deepstack features. For audio, per position: its two frames, both convolutions before and after
+    their activation, and the final projection. `hidden`: hidden size of the decoder; `itemsize`:
+    bytes of an activation.
     """
     if isinstance(tower, AudioTower):
         return itemsize * (2 * tower.channels + (4 + 2 + 2) * tower.width + hidden / 2)
@@ -57,16 +60,17 @@ def outside_bytes(tower: VisionTower | AudioTower, hidden: int, itemsize: int) -
 
 
 def in_flight(parallel: ParallelConfig, micro_batches: int) -> int:
-    """Returns for how many micro-batches the first stage stores the encoder's activations at
-    once.
+    """Returns for how many micro-batches the first stage stores the encoder's activations at once.
+    `micro_batches`: number of micro-batches of an optimizer step.
     """
     stages = parallel.pipeline
     return min(micro_batches, stages if parallel.virtual_pipeline == 1 else 2 * stages - 1)
 
 
 def training(planned: PlannedModel, stage: int, load: Load, patches: int) -> int:
-    """Returns the peak bytes of the encoder's activations in an optimizer step; 0 after the first
-    stage.
+    """Returns the peak bytes of the encoder's activations in an optimizer step on one process; 0
+    after the first pipeline stage. `load`: number of micro-batches; `patches`: image patches in
+    each.
     """
     tower, hidden, itemsize = planned.model.tower, planned.model.hidden, planned.itemsize
     if tower is None or stage:
@@ -82,7 +86,8 @@ def training(planned: PlannedModel, stage: int, load: Load, patches: int) -> int
 
 def scoring(planned: PlannedModel, stage: int, patches: int) -> int:
     """Returns the bytes of the encoder's activations in a forward pass without gradients: the
-    working memory of one layer; 0 after the first stage.
+    working memory of one layer; 0 after the first pipeline stage. `patches`: image patches in a
+    micro-batch.
     """
     if planned.model.tower is None or stage:
         return 0

@@ -16,7 +16,9 @@ os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 
 
 class Done:
-    """Done is the handle of a copy that is finished already: on a CPU every copy is synchronous."""
+    """Done is the handle that an asynchronous copy returns: on a CPU the copy is synchronous and
+    thus finished already.
+    """
 
     def hold(self) -> None: ...
 
@@ -36,9 +38,8 @@ class CPU:
         return None
 
     def select(self, local_rank: int, local_world_size: int) -> torch.device:
-        """Returns the CPU device, after dividing the cores among the processes of this host.
-
-        More threads than cores only wait for each other.
+        """Returns the CPU device, after limiting torch's threads to this process's share of the
+        host's cores: with more threads than cores, threads would only wait for each other.
         """
         cores = len(os.sched_getaffinity(0))
         torch.set_num_threads(max(1, cores // local_world_size))
@@ -56,7 +57,7 @@ class CPU:
         torch.set_rng_state(state)
 
     def host_buffer(self, size: int, dtype: torch.dtype) -> torch.Tensor:
-        """Returns an uninitialised host buffer [size]."""
+        """Returns an uninitialised host buffer of `size` elements."""
         return torch.empty(size, dtype=dtype)
 
     def copy_aside(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Done:
@@ -66,7 +67,7 @@ class CPU:
         return Done()
 
     def has_fp8_matmul(self) -> bool:
-        """Returns whether engines can run FP8 matmuls on this processor, which must support AMX."""
+        """Returns whether engines can run FP8 matmuls on this processor: it must support AMX."""
         return torch.cpu._is_amx_tile_supported()
 
     def prepare_fp8(self) -> None:
@@ -76,7 +77,7 @@ class CPU:
         torch.cpu._init_amx()
 
     def fp8_matmuls(self) -> tuple[str, ...]:
-        """Returns the values of the config option model.fp8 that this device supports: none."""
+        """Returns the values of the config option model.fp8 that this device supports: () on a CPU."""
         return ()
 
     def compiled(self, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -113,7 +114,7 @@ class CPU:
         return None
 
     def peak_bytes(self) -> int:
-        """Returns the resident bytes of this process now: a CPU records no peak."""
+        """Returns the bytes of main memory that this process occupies now: a CPU records no peak."""
         return self.memory()["resident"]
 
     def room(self) -> int:
@@ -124,8 +125,8 @@ class CPU:
 
     @contextmanager
     def waits(self) -> Iterator[list[str] | None]:
-        """Yields None, since a CPU computes in order; on CUDA it yields a list of the places where
-        the host waits for the device.
+        """Yields None, since a CPU has no queue of work to wait for. On CUDA this context manager
+        yields a list of the code lines where the host waits for the device.
         """
         yield None
 
@@ -136,11 +137,13 @@ class CPU:
 
     @contextmanager
     def remapping(self) -> Iterator[None]:
-        """Does nothing within a `with` block: no engine frees device memory on a CPU."""
+        """Does nothing: on a CPU no engine frees device memory that would have to be measured
+        within the `with` block.
+        """
         yield
 
     def nothing_remapped(self) -> None:
-        """Does nothing: no memory is remapped on a CPU."""
+        """Does nothing: on a CPU `remapping` measures nothing that would have to be reset."""
 
     def forget_peak(self) -> None:
         """Does nothing: a CPU records no peak."""

@@ -35,11 +35,13 @@ class Aside:
         self._cuda, self._done = cuda, done
 
     def hold(self) -> None:
-        """Makes work that is queued on the device from now on wait for the copy."""
+        """Makes the device finish the copy before any work that is queued on the current stream
+        from now on; the host does not wait.
+        """
         self._cuda.current_stream().wait_event(self._done)
 
     def wait(self) -> None:
-        """Makes the host wait for the copy."""
+        """Makes the host wait until the copy is complete."""
         self._done.synchronize()
 
 
@@ -84,7 +86,7 @@ class CUDA:
         self._cuda.set_rng_state(state)
 
     def host_buffer(self, size: int, dtype: torch.dtype) -> torch.Tensor:
-        """Returns a pinned host buffer [size], fast to copy to and from the device.
+        """Returns a pinned host buffer of `size` elements, fast to copy to and from the device.
 
         Torch's own pinned memory comes in powers of two, up to twice the requested size. This
         buffer is a plain memory mapping, registered with the driver until the last tensor over it
@@ -153,9 +155,11 @@ class CUDA:
         self._cuda.synchronize()
 
     def finish(self) -> None:
-        """Waits until the work queued on the current stream is computed, but not for communication
-        on other streams: a neighbour may send a message only after it received one from this
-        process.
+        """Waits until the work queued on the current stream is done, but not for communication on
+        other streams.
+
+        Waiting for communication could deadlock: a neighbouring process may send only after it has
+        received from this one.
         """
         self._cuda.current_stream().synchronize()
 
@@ -207,7 +211,8 @@ class CUDA:
     @contextmanager
     def remapping(self) -> Iterator[None]:
         """Measures how much device memory an engine frees as it goes to sleep, or takes as it
-        wakes, within a `with` block, for `peak_bytes`.
+        wakes, within a `with` block; `peak_bytes` uses the result.
+
         Torch does not see this change (vLLM unmaps the memory of tensors that continue to exist),
         so `peak_bytes` would otherwise count a sleeping engine in every phase.
         """

@@ -39,10 +39,10 @@ def found() -> Hardware:
 
 
 def refusals(host: Hardware) -> list[str]:
-    """Lists the reasons why a run would not use the GPUs of this host.
+    """Returns texts, the reasons why a run would not use the GPUs of this host.
 
-    The list is empty if the run uses them, if the host has none, or if CUDA_VISIBLE_DEVICES hides
-    them.
+    The list is empty if the run uses the GPUs, if the host has none, or if CUDA_VISIBLE_DEVICES
+    hides them. `host`: the result of `found`.
     """
     if not host.driver or host.hidden:
         return []

@@ -1,4 +1,6 @@
-"""Additional copies of a model's weights, kept on the host and swapped into the model temporarily."""
+"""Additional copies of a model's weights (reference policy, moving average), kept on the host and
+swapped into the model temporarily.
+"""
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -14,14 +16,15 @@ Tensors = Callable[[], list[Tensor]]  # of a model, as they currently are
 
 
 class ReferenceWeights:
-    """ReferenceWeights keeps a host copy of the weights that the model has when the object is
-    created.
+    """ReferenceWeights keeps a host copy of the weights that the model has when this object is
+    created, e.g. for the KL penalty.
     """
 
     def __init__(self, residency: Residency, tensors: Tensors):
         """Copies the model's weights to the host.
 
-        `tensors` returns them, detached from autograd; `residency` swaps them into the model.
+        `residency`: moves the model's tensors between device and host, and swaps the copy in;
+        `tensors`: returns the model's current weights, detached from autograd.
         """
         self._residency, self._tensors = residency, tensors
         weights = tensors()
@@ -42,10 +45,11 @@ class AveragedWeights:
     """
 
     def __init__(self, residency: Residency, tensors: Tensors, beta: float):
-        """Starts from the current weights; each `update` sets the average to beta * average + (1 -
+        """Starts the average at the current weights; each `update` sets it to beta * average + (1 -
         beta) * weights.
-        `tensors` returns the weights, detached from autograd; `residency` swaps the average into
-        the model.
+
+        `residency`: moves the model's tensors between device and host, and swaps the average in;
+        `tensors`: returns the model's current weights, detached from autograd.
         """
         self._residency, self._tensors, self.beta = residency, tensors, beta
         self._latest = _host_buffers(tensors())
@@ -92,8 +96,8 @@ class AveragedWeights:
 
 
 def _host_buffers(tensors: list[Tensor]) -> list[Tensor]:
-    """Returns a host tensor of the shape and dtype of each given tensor, all within one host buffer
-    that is fast to copy to and from the device.
+    """Returns, for each given tensor, an uninitialised host tensor of its shape and dtype; all are
+    parts of one host buffer that is fast to copy to and from the device.
     """
     places = []
     end = 0

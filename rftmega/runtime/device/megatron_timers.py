@@ -1,5 +1,5 @@
-"""Implements Megatron's timing hook (`config.timers`): the schedules, messages and reductions that
-Megatron times are recorded as spans.
+"""Implements Megatron's timing hook (`config.timers`): everything that Megatron times, such as
+pipeline schedules, communication and gradient reductions, is recorded as a span.
 """
 
 from typing import NamedTuple
@@ -24,8 +24,8 @@ class Timer(NamedTuple):
 
 
 class Timers:
-    """Timers returns the Timer for a name; Megatron calls it with a name and a log level, which is
-    ignored.
+    """Timers is the object that Megatron calls for a Timer, with the timer's name and a log level,
+    which is ignored.
     """
 
     def __call__(self, name: str, log_level: int = 0) -> Timer:

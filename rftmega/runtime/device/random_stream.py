@@ -1,4 +1,6 @@
-"""RandomStream is a separate sequence of a device's random numbers."""
+"""RandomStream is a sequence of random numbers that is separate from the device's default
+generator.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,8 +11,8 @@ from rftmega.runtime import device
 
 
 class RandomStream:
-    """RandomStream continues where its last use ended, and leaves the device's default generator
-    unchanged.
+    """RandomStream stores the state of a random generator: each use continues where the last one
+    ended, and leaves the device's default generator unchanged.
     """
 
     def __init__(self, seed: int):

@@ -42,8 +42,8 @@ class Packed(Protocol):
 
 @dataclass(slots=True)
 class Berth:
-    """Berth is the host buffer of one storage and its state; it is kept for the next time that the
-    storage is moved.
+    """Berth describes where the content of one tensor storage is (device, host or both), and holds
+    its host buffer, which is kept for the next time that the storage is moved.
     """
 
     storage: Any
@@ -59,8 +59,8 @@ class Berth:
 
 @dataclass(frozen=True, slots=True)
 class Loan:
-    """Loan describes tensors of another model that this model computes with; only the lender moves
-    them to the host.
+    """Loan describes tensors that belong to another model, the lender, and that this model computes
+    with, too; only the lender moves them to the host.
     """
 
     lender: "Residency"
@@ -68,10 +68,12 @@ class Loan:
 
 
 class Residency:
-    """Residency tracks which parts of a model are on the device, and moves them; moving a part to
-    where it is already does nothing.
-    A part that was moved to the host and back is copied again only after a change: code that writes
-    into the model's tensors without autograd noticing (an optimizer, a load) calls `changed`.
+    """Residency tracks which parts of a model (see PARTS: parameters, gradients, main parameters,
+    Adam states) are on the device, and moves them to and from the host.
+
+    Moving a part to where it is already does nothing. A part that was moved to the host and back is
+    copied again only after a change: code that writes into the model's tensors without autograd
+    noticing (an optimizer, a load) calls `changed`.
     """
 
     def __init__(
@@ -82,11 +84,11 @@ class Residency:
     ):
         """Stores the functions that list and complete the model's tensors.
 
-        `parts` lists the current tensors of each part: Adam has none before its first step.
-        `finish` completes the parameters if the optimizer left some of them to be gathered later;
-        it is called before they are read. `loan`: borrowed parameters that are in none of the
-        parts; they are loaded to the device with this model's parameters, and only their lender
-        offloads them.
+        `parts` returns part -> its current tensors: Adam has none before its first step. `finish`
+        completes the parameters if the optimizer postponed gathering some of them; it is called
+        before they are read. `loan`: parameters borrowed from another model, in none of the parts;
+        they are loaded to the device with this model's parameters, and only their lender offloads
+        them.
         """
         self._parts = parts
         self._loan = loan
@@ -101,7 +103,7 @@ class Residency:
         return () if self._loan is None else self._loan.tensors
 
     def off(self, *parts: str, keep: bool = True, but: Iterable[Tensor] = ()) -> None:
-        """Moves parts to the host, except the tensors in `but`.
+        """Moves the named parts to the host, except the tensors in `but`, which stay on the device.
 
         With `keep=False` the parts' content is dropped; they return to the device as zeros.
         """
@@ -111,7 +113,9 @@ class Residency:
         self._off([going[number] for number in going if number not in stays], keep=keep)
 
     def on(self, *parts: str) -> None:
-        """Moves parts back to the device, with the contents that they had, bit for bit."""
+        """Moves the named parts back to the device, with the contents that they had, bit for bit;
+        dropped contents become zeros.
+        """
         storages = self.storages()
         self._on(number for part in parts for number in storages[part])
         if self._loan is not None and PARAMETERS in parts:
@@ -146,8 +150,10 @@ class Residency:
         }
 
     def keep_packed(self, weights: Iterable[Packed]) -> None:
-        """Registers frozen weights that have a compressed copy on the host: from then on a weight
-        is restored from this copy instead of an exact one.
+        """Registers frozen weights that have a compressed copy on the host: when such a weight
+        returns to the device, it is decompressed from this copy instead of copied from an exact
+        one.
+
         Each weight must have a separate storage.
         """
         for packed in weights:
@@ -193,10 +199,11 @@ class Residency:
 
     @contextmanager
     def replaced(self, theirs: Iterable[tuple[Tensor, Tensor]]) -> Iterator[None]:
-        """Replaces the contents of model tensors by those of host tensors within a `with` block.
-        `theirs`: pairs of a model tensor on the device and the host tensor. Afterwards the model's
-        tensors have their own contents again, bit for bit, from host copies; an up-to-date host
-        copy is not made again.
+        """Replaces the contents of model tensors by those of host tensors within a `with` block,
+        and restores them afterwards, bit for bit.
+
+        `theirs`: pairs of a model tensor on the device and the host tensor to copy into it. The
+        model's own contents are kept in host copies; an up-to-date host copy is not made again.
         """
         pairs = list(theirs)
         self.finish()
@@ -220,25 +227,25 @@ class Residency:
                 berth.stamp = stamps[berth.storage._cdata]
 
     def copy_aside(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> Callable[[], None]:
-        """Copies tensors of the model to the host while the device computes, and returns a function
-        that waits until the copy is complete.
-        `pairs`: (model tensor, host tensor). Call `settle` before the tensors are changed.
+        """Starts copying tensors of the model to the host while the device computes, and returns a
+        function that waits until the copy is complete.
+
+        `pairs`: (model tensor, host tensor). Call `settle` before the model tensors are changed.
         """
         self.settle()
         self._aside = device.current().copy_aside(list(pairs))
         return self._aside.wait
 
     def settle(self) -> None:
-        """Makes the device finish the copy that `copy_aside` started before the device does further
-        work.
-        The host does not wait.
+        """Makes the device finish the copy that `copy_aside` started, if any, before it does
+        further work; the host does not wait.
         """
         if self._aside is not None:
             self._aside.hold()
             self._aside = None
 
     def storages(self) -> dict[str, dict[int, Any]]:
-        """Returns part -> storage id -> storage.
+        """Returns part -> storage id -> storage of the model's current tensors.
 
         A storage that two parts share (e.g. the fp32 main parameters of an fp32 model are its
         parameters) is listed under the first of these parts.
@@ -290,8 +297,8 @@ class Residency:
         return berth
 
     def _bring_home(self, berths: list[Berth]) -> None:
-        """Copies the contents of storages to their host buffers, unless the host copy is up to
-        date.
+        """Copies the contents of the storages that `berths` describe to their host buffers, unless
+        the host copy is up to date.
         """
         self._house([berth for berth in berths if berth.home is None and berth.packed is None])
         stamps = self._stamps()
@@ -315,8 +322,8 @@ class Residency:
             berth.content.copy_(berth.home, non_blocking=True)
 
     def _house(self, berths: list[Berth]) -> None:
-        """Allocates one host buffer for all of these storages, since pinning each buffer separately
-        costs a driver call.
+        """Allocates one host buffer for all storages that `berths` describe, since pinning each
+        buffer separately costs a driver call.
         """
         ends = []
         end = 0
@@ -330,8 +337,8 @@ class Residency:
             berth.home = buffer[start : start + berth.size]
 
     def _stamps(self) -> Counter[int]:
-        """Returns the sum of the versions of each storage's tensors, by storage id: it grows
-        whenever autograd sees a write to one of them.
+        """Returns storage id -> sum of the autograd version counters of the model's tensors on this
+        storage: the sum grows whenever autograd sees a write to one of them.
         """
         found: Counter[int] = Counter()
         for tensors in self._parts().values():

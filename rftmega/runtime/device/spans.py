@@ -1,5 +1,6 @@
-"""Sums the time of each kind of work of this process and, while recording, stores a span for every
-stretch of work.
+"""Measures this process's work by name: the total time of each kind of work and, while recording, a
+span (begin and end) for every stretch of work.
+
 Measuring is off by default, and then nothing is timed (`SpanRecorder.measuring`).
 """
 
@@ -31,8 +32,8 @@ class Span(NamedTuple):
 
 
 class SpanRecorder:
-    """SpanRecorder adds up seconds and counts by name, and stores each span between `record` and
-    `stop`.
+    """SpanRecorder adds up the seconds of spans, and counts, by name; between `record` and `stop`
+    it also stores every single span.
     """
 
     def __init__(self) -> None:
@@ -45,8 +46,9 @@ class SpanRecorder:
         self._lock = threading.Lock()
 
     def take(self) -> dict[str, float]:
-        """Returns, by name, the seconds of spans and the counts since the last call, and resets
-        them; waits until the device has finished the timed work.
+        """Returns name -> total since the last call (seconds of spans of this name, or the sum of
+        the amounts counted under it), and resets the totals; waits until the device has finished
+        the timed work.
         """
         for name, begin, end in self._pending:
             self.count(name, current().seconds(begin, end))
@@ -77,7 +79,11 @@ class SpanRecorder:
         return self._spans
 
     def keep(self, name: str, begin: int, end: int, thread: str | None = None) -> None:
-        """Stores one span if the recorder is recording."""
+        """Stores one span if the recorder is recording.
+
+        `begin`, `end`: nanoseconds of this process's `clock`; `thread`: name of the thread that did
+        the work, by default the calling one.
+        """
         if self.recording:
             self._spans.append(Span(name, thread or threading.current_thread().name, begin, end))
 

@@ -151,8 +151,8 @@ def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _View(types.ModuleType):
-    """_View is a module that defines the attributes `own`, and takes all other attributes from the
-    module `behind`.
+    """_View is a substitute for the module `behind`: it defines the attributes `own`, and takes all
+    other attributes from that module.
     """
 
     def __init__(self, behind: types.ModuleType, own: dict[str, Any]):
@@ -176,8 +176,8 @@ def _view_of_torch(without: frozenset[str]) -> types.ModuleType:
 
 
 def _patch_rng(module: Any) -> None:
-    """Replaces `_set_cuda_rng_state`, which queues a lazy call that is never run on a CPU:
-    Megatron's forked generators would silently share one random stream.
+    """Replaces Megatron's `_set_cuda_rng_state`, which queues a lazy call that is never run on a
+    CPU: Megatron's forked generators would silently share one random stream.
     """
     module._get_cuda_rng_state = lambda device="cuda", clone=False, graph_safe=False: (
         torch.get_rng_state()
@@ -212,8 +212,8 @@ _real_type = torch.Tensor.type
 
 
 def _within(owner: Any, name: str, attribute: str, value: Any) -> None:
-    """Wraps the function or class method owner.name so that torch.Tensor.<attribute> is `value`
-    while it runs.
+    """Wraps the function or class method called `name` of `owner` so that torch.Tensor.<attribute>
+    is `value` while it runs.
     """
     raw = owner.__dict__[name]
     function = raw.__func__ if isinstance(raw, classmethod) else raw
@@ -260,7 +260,7 @@ def _patch_tied_embeddings(module: Any) -> None:
 
 def _patch_context_slices(module: Any) -> None:
     """Makes `torch.tensor(...).cuda()` return the CPU tensor: context parallelism calls it to
-    select the positions of unpacked rows.
+    select the positions that this rank holds of sequences that are not packed.
     """
     _within(module, "get_pos_emb_on_this_cp_rank", "cuda", lambda self, *args, **kwargs: self)
 

@@ -16,15 +16,17 @@ SMALL = 2**20  # bytes up to which fewer operations count more than temporary me
 
 
 def blocks(size: int) -> int:
-    """Returns `size` (bytes) rounded up to a multiple of BLOCK."""
+    """Returns `size`, a number of bytes, rounded up to a multiple of BLOCK."""
     return -(-size // BLOCK) * BLOCK
 
 
 def checksum(data: Tensor) -> Tensor:
-    """Returns the checksum ([] int64) of a tensor of bytes, whose length is a multiple of BLOCK,
-    computed on the data's device.
-    It adds a sum of 8-byte words weighted by their position within a block, and one weighted by the
-    index of the block: it changes if words change, or if words or blocks are swapped.
+    """Returns the checksum ([] int64) of `data`, a tensor of bytes whose length is a multiple of
+    BLOCK, computed on the data's device.
+
+    The checksum adds a sum of the 8-byte words weighted by their position within a block, and a sum
+    weighted by the index of the block: it changes if words change, or if words or blocks are
+    swapped.
     """
     return _sums(data.view(torch.int64).view(1, -1, len(LANES)))[0]
 
@@ -45,7 +47,8 @@ def checksums(slices: Tensor) -> Tensor:
 
 
 def _words(flat: Tensor, size: int) -> Tensor:
-    """Maps [n, elements] to int64 words [n, blocks, words of a block].
+    """Converts n slices of `size` bytes, [n, elements], to int64 words [n, blocks, words of a
+    block].
 
     Copies the data if a slice does not fill its last block, or if 8-byte words would not be
     aligned.
@@ -61,7 +64,7 @@ def _words(flat: Tensor, size: int) -> Tensor:
 
 
 def _sums(words: Tensor) -> Tensor:
-    """Maps int64 words [n, blocks, words of a block] to checksums [n]."""
+    """Computes the checksums [n] of n slices, given as int64 words [n, blocks, words of a block]."""
     number, blocks_each = words.shape[:2]
     if number * blocks_each * BLOCK <= SMALL:
         return (words * _weights(words.device, blocks_each)).sum((1, 2))
@@ -76,5 +79,7 @@ def _lanes(where: torch.device) -> Tensor:
 
 @lru_cache(maxsize=64)
 def _weights(where: torch.device, blocks_each: int) -> Tensor:
-    """Returns the weight of each 8-byte word in the checksum, [blocks, words of a block]."""
+    """Returns the weight of each 8-byte word in the checksum of a slice, [blocks, words of a
+    block], on the device `where`; `blocks_each`: number of blocks of a slice.
+    """
     return _lanes(where) + 31 * (2 * torch.arange(blocks_each, device=where) + 1)[:, None]

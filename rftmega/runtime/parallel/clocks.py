@@ -23,12 +23,14 @@ class Offset(NamedTuple):
 
 
 def clock_offsets(clock: Callable[[], int] = time.perf_counter_ns) -> list[Offset]:
-    """Measures the clock offset of every process, in the order of ranks; a collective.
+    """Measures how far each process's clock is ahead of rank 0's, and returns the offsets in the
+    order of ranks; a collective.
 
-    No process leaves a barrier before all have entered it (F. Cristian's bound on the offset, 1989,
-    with a barrier for his request and reply): with the times at which two processes entered and
-    left, each barrier bounds their offset from both sides, whatever the barrier's delay. The result
-    combines the tightest bounds of ROUNDS barriers.
+    `clock` returns the time of this process in nanoseconds. No process leaves a barrier before all
+    have entered it (F. Cristian's bound on the offset, 1989, with a barrier for his request and
+    reply): with the times at which two processes entered and left, each barrier bounds their offset
+    from both sides, whatever the barrier's delay. The result combines the tightest bounds of ROUNDS
+    barriers.
     """
     seen = [_barrier(clock) for _ in range(ROUNDS)]
     first, *_ = everyone = gather_objects(seen)
@@ -36,7 +38,7 @@ def clock_offsets(clock: Callable[[], int] = time.perf_counter_ns) -> list[Offse
 
 
 def _barrier(clock: Callable[[], int]) -> tuple[int, int]:
-    """Returns the times (by `clock`) at which this process entered and left a barrier."""
+    """Runs a barrier and returns the times (by `clock`) at which this process entered and left it."""
     came = clock()
     everybody = torch.ones((), device=device.current().here())
     if dist.is_initialized():

@@ -42,8 +42,8 @@ def all_gather(tensor: Tensor) -> Tensor:
 
 
 def gathered(x: Tensor) -> Tensor:
-    """Gathers tensors [...] on the device, which have the same shape on every process -> [ranks,
-    ...].
+    """Gathers the tensor `x` [...] of every process to [ranks, ...] on the device; its shape must
+    be the same on every process.
     """
     found = [torch.empty_like(x) for _ in range(dist.get_world_size())]
     dist.all_gather(found, x)
@@ -83,8 +83,9 @@ def _reduced(value: Tensor, op: str) -> Tensor:
 
 
 def neighbours(size: int) -> Any:
-    """Returns the process group of `size` consecutive ranks that contains this process; None stands
-    for all processes.
+    """Creates process groups of `size` consecutive ranks each, and returns the one that contains
+    this process; None stands for all processes.
+
     A collective over all processes, to be called once for each size.
     """
     world = dist.get_world_size()
@@ -96,16 +97,16 @@ def neighbours(size: int) -> Any:
 
 
 def board() -> Any:
-    """Returns the key-value store of torch.distributed by which the processes found each other, for
-    messages at any time.
+    """Returns the key-value store by which torch.distributed connected the processes; it can carry
+    further messages at any time.
     """
     return dist.distributed_c10d._get_default_store()
 
 
 def gather_objects(thing: Any, group: Any = None) -> list[Any]:
-    """Returns the objects of all processes of `group` (None: all), in the order of ranks.
+    """Returns the objects `thing` of all processes of `group` (None: all), in the order of ranks.
 
-    They are pickled, so they should be small.
+    The objects are pickled, so they should be small.
     """
     if not dist.is_initialized():
         return [thing]

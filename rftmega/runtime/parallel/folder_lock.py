@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """Holder identifies the process that holds a lock."""
+    """Holder identifies the process that holds a folder's lock; it is the content of the lock file."""
 
     what: str  # kind of program, such as "run"
     host: str
@@ -44,7 +44,7 @@ class Holder:
 
     @classmethod
     def present(cls, what: str) -> "Holder":
-        """Returns a Holder that describes this process."""
+        """Returns a Holder that describes this process; `what`: the kind of program, such as "run"."""
         started = process_start(os.getpid())
         assert started is not None
         since = time.strftime("%Y-%m-%d %H:%M:%S %Z")
@@ -79,12 +79,12 @@ class FolderLock:
         stale: float | None = None,
         lost: Callable[[str], None] | None = None,
     ):
-        """Prepares a lock; `what` is the kind of program, such as "run".
+        """Prepares a lock; `what` is the kind of program that locks, such as "run".
 
         `beat`: seconds between two touches of the lock file; `stale`: seconds without a touch after
-        which a lock may be taken over. A thread calls `lost` with a message if another program has
-        taken over this lock, because this process was stopped for longer than that; by default the
-        process ends.
+        which a lock may be taken over. If another program has taken over this lock, because this
+        process was stopped for longer than `stale`, a thread calls `lost` with a message; by
+        default the process ends.
         """
         self.folder, self.file = Path(folder), Path(folder) / FILE
         self.beat, self.stale = beat or BEAT_SECONDS, stale or STALE_SECONDS
@@ -188,10 +188,11 @@ class FolderLock:
         return _holder_of(file) == self.holder
 
     def _took_over(self, holder: Holder | None, age: float) -> bool:
-        """Tries to replace a stale lock; returns whether it succeeded.
+        """Tries to replace a stale lock by this process's; returns whether it succeeded.
 
-        A second lock file lets one process at a time try, otherwise a slower one would replace the
-        lock of a faster one.
+        `holder`: the process that the stale lock names, None if unknown; `age`: seconds since its
+        last touch. A second lock file lets one process at a time try, otherwise a slower one would
+        replace the lock of a faster one.
         """
         turn = self.folder / f"{FILE}.turn"
         if not self._linked(turn):
@@ -218,13 +219,13 @@ class FolderLock:
         return _holder_of(self.file) == self.holder
 
     def _server_time(self) -> float:
-        """Returns the current time of the file server."""
+        """Returns the current time of the file server, in seconds since the epoch."""
         os.utime(self._own)
         return os.stat(self._own).st_mtime
 
     def _keep(self) -> None:
-        """Touches the lock file until the release; stops, and calls `lost`, if another program has
-        taken over the lock.
+        """Touches the lock file every `beat` seconds until the release; stops, and calls `lost`, if
+        another program has taken over the lock.
         """
         while not self._ended.wait(self.beat):
             try:
@@ -291,8 +292,9 @@ def _write(file: Path, holder: Holder) -> None:
 
 
 def _look(path: Path) -> tuple[Holder | None, float]:
-    """Returns the holder that a lock file names (None if it can't be parsed, e.g. while it is
-    written), and the time of its last touch.
+    """Reads a lock file. Returns the process that it names as the holder (None if it can't be
+    parsed, e.g. while it is written), and the time of its last touch.
+
     Opening a file makes an NFS client ask the server for its times, which it would otherwise cache
     for up to a minute.
     """
@@ -316,7 +318,9 @@ def _said(holder: Holder | None) -> str:
 
 
 def _end(reason: str) -> None:
-    """Ends the process without touching the folder, which another program has locked by now."""
+    """Prints `reason` and ends the process without touching the folder, which another program has
+    locked by now.
+    """
     sys.stderr.write(f"error: {reason} It ends, lest two write there.\n")
     sys.stderr.flush()
     os._exit(1)

@@ -1,4 +1,5 @@
-"""HostMemory keeps one copy per host of data that all processes of a run read.
+"""HostMemory keeps data that all processes of a run read, such as a rollout, once per host instead
+of once per process.
 
 Processes of one host map the same memory (`parallel.shared`); the first process of each host
 exchanges the data with other hosts.
@@ -37,7 +38,7 @@ class HostMemory:
     def __init__(self, host: str | None = None):
         """Groups the processes by host; a collective.
 
-        `host`: name of this process's host; None: it is detected.
+        `host`: name of this process's host; None: the name is detected.
         """
         self._host_group: Any = None
         self._hosts_group: Any = None  # of the first processes of all hosts
@@ -57,7 +58,8 @@ class HostMemory:
             self._hosts_group = dist.new_group([own[0] for own in ranks])
 
     def once(self, make: Callable[[], Result]) -> Result:
-        """Returns the result of `make`, which only the first process of each host calls.
+        """Calls `make` on the first process of each host only, and returns its result on every
+        process.
 
         The result is a tensor, a number, or nested dataclasses, dicts, lists and tuples of tensors
         and numbers, and must not be changed. If `make` raises an exception, every process of the
@@ -94,9 +96,11 @@ class HostMemory:
     def filled(
         self, specs: Sequence[Spec], write: Callable[[Sequence[Tensor]], None]
     ) -> list[Tensor]:
-        """Returns flat tensors, the same on every process, to which all processes have written.
-        `specs`: the dtype and number of elements of each tensor. `write` gets the tensors full of
-        zeros and writes this process's elements; no two processes write to the same element. Small
+        """Returns 1D tensors, the same on every process, into which each process has written its
+        elements.
+
+        `specs`: (dtype, number of elements) of each tensor. `write` gets the tensors full of zeros
+        and writes this process's elements; no two processes write to the same element. Small
         tensors are sent to each process instead of shared, which is faster.
         """
         if sum(size * dtype.itemsize for dtype, size in specs) <= SMALL:
@@ -115,10 +119,10 @@ class HostMemory:
         return found
 
     def gathered(self, columns: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
-        """Concatenates the columns of all processes in the order of ranks.
+        """Concatenates 1D tensors of all processes in the order of ranks.
 
-        `columns`: this process's values, [n] each; `sizes` lists n by rank. Returns [sum of n] for
-        each column.
+        `columns`: this process's tensors, each with n elements; `sizes`: n of each rank. Returns
+        one tensor [sum of n] for each column.
         """
         if len(sizes) == 1 or not sum(sizes):
             return list(columns)
@@ -135,10 +139,12 @@ class HostMemory:
     def of_rows(
         self, lengths: Tensor, columns: int, own: Iterable[tuple[Tensor, Sequence[Tensor]]]
     ) -> list[Ragged]:
-        """Returns float32 columns of ragged rows, to which each process contributes the values of
-        some rows.
-        `lengths` [B]: length of each row; `columns`: number of columns. `own` yields row indices
-        ([b] int64) with the values of each column in these rows, [b, T], on any device.
+        """Gathers float32 values of B rows (sequences) of different lengths: each process
+        contributes some rows, and gets all.
+
+        `lengths` [B]: length of each row; `columns`: number of values per position. `own` yields
+        row indices ([b] int64) with the values of each column in these rows, [b, T], on any device.
+        Returns one Ragged (rows of different lengths) for each column.
         """
 
         def write(memory: Sequence[Tensor]) -> None:
@@ -152,8 +158,8 @@ class HostMemory:
     def _written(
         self, specs: Sequence[Spec], write: Callable[[Sequence[Tensor]], None]
     ) -> list[Tensor]:
-        """Returns flat tensors, shared by the processes of this host, to which all of these
-        processes have written.
+        """Returns 1D tensors, shared by the processes of this host, into which each of these
+        processes has written its elements; see `filled` for the arguments.
         """
         sizes = [size * dtype.itemsize for dtype, size in specs]
         if not any(sizes):
@@ -203,9 +209,11 @@ def this_host() -> str:
 
 
 def _tried(names: Sequence[str]) -> list[str]:
-    """Returns a name of the host of each process, given `names` by rank, after testing whether each
-    process can open shared memory of the first process of its host.
-    On a host where this fails every process gets a separate name, so that no memory is shared.
+    """Tests whether the processes of each host can share memory, and returns a host name for each
+    rank.
+
+    `names`: the host name of each rank. On a host where a process can't open shared memory of the
+    first one, every process gets a separate name, so that no memory is shared.
     """
     rank = dist.get_rank()
     first = names.index(names[rank])
@@ -231,8 +239,8 @@ def _tried(names: Sequence[str]) -> list[str]:
 
 
 def _add_up(memory: Tensor, group: Any) -> None:
-    """Sums the bytes of `memory` over the processes of `group`, in place; each byte must be nonzero
-    on at most one of them.
+    """Sums the bytes of `memory` over the processes of `group` (None: all), in place; each byte
+    must be nonzero on at most one of them.
     """
     here = device.current().here()
     for bucket in memory.split(BUCKET):
@@ -243,8 +251,8 @@ def _add_up(memory: Tensor, group: Any) -> None:
 
 
 def _mapped(name: str, size: int) -> Tensor:
-    """Returns a shared memory block as a tensor of bytes; unlike Python's mmap, the mapping keeps
-    no file descriptor open.
+    """Maps the shared memory block `name` of `size` bytes and returns it as a tensor of bytes;
+    unlike Python's mmap, the mapping keeps no file descriptor open.
     """
     descriptor = shared.opened(name, size)
     try:
@@ -256,8 +264,8 @@ def _mapped(name: str, size: int) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """_Place stands for a shared tensor in a nested object: its index among the shared tensors, and
-    its shape.
+    """_Place replaces a shared tensor in a nested object that is sent to other processes: the
+    tensor's index among the shared tensors, and its shape.
     """
 
     number: int
@@ -265,8 +273,8 @@ class _Place:
 
 
 def _taken_apart(thing: Any, tensors: list[Tensor]) -> Any:
-    """Returns `thing` with a _Place instead of each large tensor, and appends these tensors to
-    `tensors`.
+    """Returns a copy of the nested object `thing` in which a _Place replaces each large tensor, and
+    appends these tensors to `tensors`.
     """
     if isinstance(thing, Tensor):
         if thing.nbytes <= SMALL:
@@ -283,8 +291,8 @@ def _put_together(thing: Any, tensors: Sequence[Tensor]) -> Any:
 
 
 def _rebuilt(thing: Any, change: Callable[[Any], Any]) -> Any:
-    """Returns a copy of a dataclass, dict, list or tuple with `change` applied to each element;
-    other objects are returned unchanged.
+    """Returns a copy of a dataclass, dict, list or tuple `thing` with `change` applied to each
+    element; any other object is returned unchanged.
     """
     if is_dataclass(thing) and not isinstance(thing, type):
         return replace(

@@ -20,8 +20,9 @@ class RankCoordinates(NamedTuple):
 
 
 def place_of(rank: int, world_size: int, parallel: ParallelConfig) -> RankCoordinates:
-    """Returns the coordinates of a rank in Megatron's rank order: tensor parallelism varies
-    fastest, then context, data and pipeline.
+    """Returns the coordinates of a rank in the layout `parallel`, by Megatron's rank order: tensor
+    parallelism varies fastest, then context, data and pipeline.
+
     For expert layers, expert-tensor parallelism varies fastest, then expert.
     """
     stage, within = divmod(rank, world_size // parallel.pipeline)
@@ -34,8 +35,10 @@ def place_of(rank: int, world_size: int, parallel: ParallelConfig) -> RankCoordi
 
 
 def copies(world_size: int, parallel: ParallelConfig, *, experts: bool) -> tuple[int, int]:
-    """Returns how many processes hold the same dense parameters, and how many hold the same experts
-    (1 if `experts` is False).
+    """Returns (number of processes that hold the same dense parameters, number of processes that
+    hold the same experts); the second is 1 if `experts` is False.
+
+    `experts`: whether the model has experts.
     """
     stage = world_size // parallel.pipeline
     of_experts = stage // (parallel.expert * parallel.expert_tensor)
@@ -43,7 +46,8 @@ def copies(world_size: int, parallel: ParallelConfig, *, experts: bool) -> tuple
 
 
 def replicas(world_size: int, parallel: ParallelConfig) -> list[list[int]]:
-    """Splits the ranks into the smallest groups whose processes together hold every parameter.
+    """Returns the ranks, divided into the smallest groups whose processes together hold every
+    parameter.
 
     In Megatron's rank order tensor-parallel ranks are neighbours, pipeline stages are farthest
     apart, and experts are distributed over consecutive blocks of expert_tensor x expert ranks.
@@ -63,6 +67,8 @@ def replicas(world_size: int, parallel: ParallelConfig) -> list[list[int]]:
 def layout_name(parallel: ParallelConfig, data: int) -> str:
     """Returns the name of a layout, e.g. TP2 x PP2 x DP1; virtual pipeline, context, expert and
     expert-tensor sizes are appended if above 1.
+
+    `data`: data-parallel size.
     """
     sizes = {"TP": parallel.tensor, "PP": parallel.pipeline, "DP": data}
     more = {
@@ -76,10 +82,10 @@ def layout_name(parallel: ParallelConfig, data: int) -> str:
 
 
 def nodes_of_engine(ranks: int, node: int) -> int:
-    """Returns how many nodes an engine of `ranks` consecutive ranks spans; `node` is the number of
-    ranks per node.
-    Returns 0 for a placement that vLLM engines don't support: the engine spans several nodes but
-    shares one with another engine.
+    """Returns the number of nodes that a rollout engine of `ranks` consecutive ranks spans.
+
+    `node`: number of ranks per node. Returns 0 for a placement that vLLM engines don't support: the
+    engine spans several nodes but shares one with another engine.
     """
     if node % ranks == 0:
         return 1

@@ -32,8 +32,8 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Sign:
-    """Sign is one heartbeat of one process: its idle seconds, its phase, and the line of code that
-    its main thread executes.
+    """Sign is one heartbeat of one process: the seconds since it last made progress, its phase, and
+    the line of code that its main thread executes.
     """
 
     number: int
@@ -57,15 +57,15 @@ class Sign:
 
 
 class Lease:
-    """Lease exchanges heartbeats between the processes, and finds the ranks for which the other
-    ranks wait.
+    """Lease exchanges heartbeats between the processes, and finds the ranks that keep all others
+    waiting.
     """
 
     def __init__(self, rank: int, size: int, board: Any, *, limit: float = LIMIT):
-        """Takes this process's rank and the number of processes (`size`).
+        """`rank`: rank of this process; `size`: number of processes.
 
-        `board`: a store of torch.distributed, or None for a single process; `limit`: idle seconds
-        from which on a rank is named.
+        `board`: the store of torch.distributed in which heartbeats are exchanged, or None for a
+        single process; `limit`: seconds without progress after which a rank is reported.
         """
         self.rank, self.size, self.board, self.limit = rank, size, board, limit
         self.number = 0
@@ -82,8 +82,9 @@ class Lease:
             self.board.set(_key(self.rank), json.dumps(asdict(sign)))
 
     def look(self) -> str:
-        """Returns a log message that names the ranks that make no progress; the first process calls
-        it.
+        """Reads the heartbeats of all ranks, on the first process only, and returns a log message
+        that names the ranks that make no progress.
+
         Returns an empty string if all ranks make progress, or if the message was returned already.
         """
         now = time.monotonic()

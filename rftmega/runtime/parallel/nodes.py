@@ -35,8 +35,8 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class NodeReport:
-    """NodeReport is what one process found on its host: package versions, and the free space of
-    each folder.
+    """NodeReport holds the findings of one process about its host: package versions, and the free
+    space of each folder.
     """
 
     rank: int
@@ -46,11 +46,11 @@ class NodeReport:
 
 
 def check_nodes(world: World, needed: Mapping[str, int]) -> None:
-    """Checks all hosts and logs the measurements; a collective.
+    """Checks that all hosts have enough disk space, the same package versions and the same time,
+    and logs the measurements; a collective.
 
     `needed`: folder -> bytes that the run writes there. Raises NodeError, the same on every
-    process, if a process finds too little disk space, different package versions, or a different
-    time.
+    process, if a check fails on any process.
     """
     free = {folder: _free(Path(folder)) for folder in needed}
     reports: list[NodeReport] = gather_objects(
@@ -73,9 +73,11 @@ def check_nodes(world: World, needed: Mapping[str, int]) -> None:
 def complaints(
     reports: Sequence[NodeReport], needed: Mapping[str, int], clocks: Sequence[float]
 ) -> list[str]:
-    """Lists the problems, each with a host and the first rank there that has it.
+    """Returns texts that describe the problems, each with a host and the first rank there that has
+    it.
 
-    `clocks`: the time on each rank in seconds, read at about the same moment.
+    `reports`: one of each rank; `needed`: folder -> bytes that the run writes there; `clocks`: the
+    time on each rank in seconds, read at about the same moment.
     """
     found: dict[tuple[str, str], str] = {}
 
@@ -155,7 +157,8 @@ def _free(folder: Path) -> int | str:
 
 
 def _clocks() -> list[float]:
-    """Returns the time of each rank in seconds since the epoch, read at about the same moment.
+    """Returns the time of each rank in seconds since the epoch, read at about the same moment:
+    right after a barrier.
 
     Of several rounds the one in which the times are closest is returned.
     """

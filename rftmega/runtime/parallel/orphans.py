@@ -13,8 +13,11 @@ PR_SET_PDEATHSIG = 1
 
 
 def end_with_parent(parent: int, number: signal.Signals) -> None:
-    """Makes the kernel send the signal `number` to this process when its parent (the thread of
-    process `parent` that started it) ends, or at once if it has ended.
+    """Makes the kernel send the signal `number` to this process when its parent ends, or at once if
+    it has ended.
+
+    `parent`: process id of the parent. The kernel watches the thread of the parent that started
+    this process.
     """
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
     if os.getppid() != parent:
@@ -22,10 +25,11 @@ def end_with_parent(parent: int, number: signal.Signals) -> None:
 
 
 def end_with_all(parent: int, *, look: float = 1.0, grace: float = 20.0) -> None:
-    """Starts a thread that kills this process and its process group `grace` seconds after `parent`
-    is no longer its parent.
-    A program may lose the signal of `end_with_parent` while it starts, or wait forever for its
-    current work. `look`: seconds between two checks.
+    """Starts a thread that kills this process and its process group `grace` seconds after the
+    process with id `parent` has ceased to be its parent.
+
+    For programs that may lose the signal of `end_with_parent` while they start, or wait forever for
+    their current work. `look`: seconds between two checks.
     """
 
     def follow() -> None:

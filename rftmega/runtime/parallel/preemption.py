@@ -34,8 +34,8 @@ request = StopRequest()
 def listen() -> None:
     """Installs handlers that turn SIGTERM and SIGUSR1 into stop requests.
 
-    A process of a run calls it before its other imports, which take seconds, in its main thread: an
-    unhandled signal would end the process.
+    To be called in the main thread of a process before its other imports, which take seconds: until
+    then a signal would end the process.
     """
     for number in SIGNALS:
         signal.signal(number, _note)
@@ -47,9 +47,10 @@ def listens() -> bool:
 
 
 def unlisten() -> None:
-    """Restores the signals' default action, which ends this process at once, and raises again a
-    signal that was already received.
-    For runs that save nothing and so can't be resumed.
+    """Restores the default action of SIGTERM and SIGUSR1, which ends this process at once, and
+    raises again a signal that was already received.
+
+    For runs that save nothing: they can't be resumed, so there is nothing to do before the end.
     """
     for number in SIGNALS:
         signal.signal(number, signal.SIG_DFL)
@@ -65,8 +66,9 @@ def _note(number: int, frame: Any) -> None:
 def listening() -> Iterator[None]:
     """Turns SIGTERM and SIGUSR1 into stop requests within a `with` block, and restores the previous
     handlers afterwards.
-    A request does not stop the next run in this process, unless `listen` was called. Works in the
-    main thread only.
+
+    A request is forgotten at the end of the block, so that it does not stop the next run in this
+    process, unless the handlers of `listen` were installed before. Works in the main thread only.
     """
     before = {number: signal.signal(number, _note) for number in SIGNALS}
     try:
@@ -79,8 +81,8 @@ def listening() -> Iterator[None]:
 
 
 def meet(board: Any) -> None:
-    """Sets the store of torch.distributed in which processes exchange stop requests; None: they
-    exchange none.
+    """Sets the store of torch.distributed through which the processes of a run exchange stop
+    requests; None: this process exchanges none.
     """
     request.board, request.known = board, False
 

@@ -23,7 +23,9 @@ ALONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """World describes the launched processes and this process's rank among them."""
+    """World describes the processes of a run: their number, this process's rank among them and on
+    its host, and its device.
+    """
 
     rank: int
     size: int
@@ -57,8 +59,9 @@ def check_launcher() -> None:
 @contextmanager
 def start(*, timeout: timedelta = timedelta(minutes=30), beside: str = "") -> Iterator[World]:
     """Initialises torch.distributed within a `with` block, and shuts it down after a clean end.
-    Reads torchrun's environment variables; without them this process is a world of size 1. Logs a
-    description of the device, followed by the text `beside`.
+
+    Reads torchrun's environment variables; without them this process is a world of size 1.
+    `timeout`: of collectives. Logs a description of the device, followed by the text `beside`.
     """
     backend = device.current()
     alone = "MASTER_ADDR" not in os.environ
@@ -106,8 +109,9 @@ def start(*, timeout: timedelta = timedelta(minutes=30), beside: str = "") -> It
 
 @contextmanager
 def undone(world: World, undo: Callable[[], object]) -> Iterator[None]:
-    """Calls `undo` if a `with` block fails in a world of size 1, whose process may start another
+    """Calls `undo` if the `with` block fails in a world of size 1, whose process may start another
     run.
+
     In a larger world `undo` is not called: each process is about to end, and `undo` might wait for
     other processes.
     """

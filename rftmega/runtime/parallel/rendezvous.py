@@ -16,13 +16,14 @@ INTERFACE = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
 def store(rank: int, size: int, timeout: timedelta) -> dist.Store:
-    """Returns the store at MASTER_ADDR:MASTER_PORT.
+    """Returns the store at MASTER_ADDR:MASTER_PORT through which torch.distributed connects the
+    processes.
 
-    Rank 0 serves it, at that address only, unless torchrun's agent does. The agent's store keeps
-    entries from before a restart, so each attempt has its own prefix. Raises NodeError if the
-    address is not rank 0's, or is one that other hosts can't reach, and NodeFault if another
-    process uses the port, because the next start takes another port (tools/run.sbatch) or finds it
-    free.
+    Rank 0 serves the store, at that address only, unless torchrun's agent does. The agent's store
+    keeps entries from before a restart, so each attempt has its own prefix. Raises NodeError if the
+    address is not rank 0's, or is one that other hosts can't reach. Raises NodeFault if another
+    process uses the port: starting the run again may help, since the next start takes another port
+    (tools/run.sbatch) or finds this one free.
     """
     name, port = os.environ["MASTER_ADDR"], whole_number("MASTER_PORT")
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
@@ -60,9 +61,10 @@ def _listener(name: str, port: int, size: int) -> socket.socket:
 
 
 def choose_interface(name: str, *, alone: bool) -> None:
-    """Restricts collectives to the network interface by which this host reaches `name`, or to
-    loopback if `alone`, unless the user set an interface.
-    If it can't be determined, the libraries choose.
+    """Restricts collectives to the network interface by which this host reaches host `name`, or to
+    loopback if `alone` (all processes are on this host), unless the user set an interface.
+
+    If no interface can be determined, the libraries choose.
     """
     if chosen := interface_towards("127.0.0.1" if alone else name):
         for variable in INTERFACE:

@@ -16,9 +16,11 @@ FILE = ".rftmega-run"
 
 
 def run_identity(output: Path) -> str:
-    """Returns the random identifier of the run that writes to this output folder, the same on every
-    process; creates it if needed.
-    A copy of the folder gets a new identifier. Raises LockedError if it can't be stored.
+    """Returns the random identifier of the run that writes to the folder `output`, the same on
+    every process; creates the identifier if the folder has none.
+
+    A copy of the folder gets a new identifier. Raises LockedError if the identifier can't be
+    stored.
     """
     told: list[Any] = [None, None]
     if not dist.is_initialized() or dist.get_rank() == 0:

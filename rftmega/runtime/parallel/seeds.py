@@ -39,7 +39,7 @@ def set_random_state(state: dict[str, Any]) -> None:
 
 
 def as_text(state: torch.Tensor) -> str:
-    """Returns a generator's state [bytes] as hexadecimal text."""
+    """Returns a random generator's state, a tensor [bytes], as hexadecimal text."""
     return bytes(state.cpu().tolist()).hex()
 
 

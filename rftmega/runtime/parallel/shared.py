@@ -38,7 +38,8 @@ def close(name: str) -> None:
 
 
 def attach(name: str, size: int) -> mmap.mmap:
-    """Maps shared memory by its name and size in bytes.
+    """Maps the shared memory called `name`, of `size` bytes, which any process of this host may
+    have created.
 
     Raises ValueError as `opened` does.
     """
@@ -50,7 +51,7 @@ def attach(name: str, size: int) -> mmap.mmap:
 
 
 def opened(name: str, size: int) -> int:
-    """Returns a file descriptor of the shared memory with this name.
+    """Opens the shared memory called `name` and returns a file descriptor.
 
     Raises ValueError unless the memory was made by `create`, belongs to this user and has `size`
     bytes.

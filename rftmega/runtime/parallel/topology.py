@@ -51,9 +51,10 @@ class Topology:
 
     @classmethod
     def create(cls, parallel: ParallelConfig, *, seed: int) -> "Topology":
-        """Builds Megatron's process groups for a layout, seeds its random generators and makes the
-        layout active.
-        Call it after torch.distributed is initialised, in the same order on every process.
+        """Builds Megatron's process groups for the layout `parallel`, seeds its random generators
+        and makes the layout active.
+
+        Must be called after torch.distributed is initialised, in the same order on every process.
         """
         _set_globals(_NOTHING)
         state.initialize_model_parallel(
@@ -154,16 +155,19 @@ class Topology:
 
     @property
     def speaks(self) -> bool:
-        """Returns whether this process reports the results of its data-parallel rank: last pipeline
-        stage, tensor and context rank 0.
-        The other processes of that rank have no results, or the same ones.
+        """Returns whether this process reports results for its data-parallel rank: it is on the
+        last pipeline stage, with tensor and context rank 0.
+
+        The other processes of that data-parallel rank have no results, or the same ones.
         """
         return self.is_last_stage and self.tensor_rank == 0 and self.context_rank == 0
 
     def sum_of_speakers(self, x: Tensor) -> Tensor:
         """Sums x in place over the processes that report results (`speaks`); every process gets the
         total.
-        The other processes pass a tensor of the same shape, with any content.
+
+        Every process must call it, with a tensor of the same shape; the content on processes that
+        report no results is ignored.
         """
         if not self.speaks:
             x.zero_()
@@ -173,8 +177,8 @@ class Topology:
 
 @dataclass(slots=True)
 class RandomStreams:
-    """RandomStreams holds the states of the device's default generator and of Megatron's named
-    generators.
+    """RandomStreams stores the states of a layout's random generators: the device's default one and
+    Megatron's named ones.
     """
 
     device: Tensor

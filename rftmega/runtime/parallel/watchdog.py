@@ -15,8 +15,8 @@ HUNG = 86  # exit code
 
 
 class Seen:
-    """Seen holds the current phase of this process, its number of progress marks, and the time of
-    the last one.
+    """Seen holds this process's current phase, how often it called `mark`, and the time of the last
+    call.
     """
 
     def __init__(self) -> None:
@@ -35,11 +35,12 @@ def mark(phase: str | None = None) -> None:
 
 @contextmanager
 def watched(seconds: float, rank: int, *, end: Callable[[int], None] = os._exit) -> Iterator[None]:
-    """Watches a `with` block: if this process calls no `mark` for `seconds`, writes rank, phase and
-    the stacks of all threads to stderr, and ends the process with exit code HUNG.
-    `seconds=0` disables the watch; `end` is called to end the process. Idle time is the sum of the
-    watching thread's rounds, each counted with at most its planned length, so that neither a clock
-    that jumps nor a process that was stopped for a while counts as hung.
+    """Watches a `with` block: if this process does not call `mark` for `seconds`, writes rank,
+    phase and the stacks of all threads to stderr, and ends the process with exit code HUNG.
+
+    `seconds=0` disables the watch; `end` is called with the exit code to end the process. Idle time
+    is the sum of the watching thread's rounds, each counted with at most its planned length, so
+    that neither a clock that jumps nor a process that was stopped for a while counts as hung.
     """
     if not seconds:
         yield

@@ -10,7 +10,9 @@ from rftmega.core.types import Samples
 
 
 class ModelReward:
-    """Adds `weight` times a reward model's score to the reward of each completion of a batch."""
+    """Adds `weight` times a reward model's score to the reward of each completion of a batch.
+    `host`: keeps one copy of the model's input rows per host.
+    """
 
     def __init__(self, model: ValueScorer, weight: float, host: Host | None = None):
         self.model, self.weight = model, weight

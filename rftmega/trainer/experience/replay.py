@@ -45,8 +45,8 @@ class ReplayBuffer:
         raise IndexError(f"Row {row} of {len(self)}.")
 
     def append(self, experience: Experience[Ragged], group: Tensor) -> int:
-        """Adds rows; `group` [B] int64 is the group number of each row. Returns the number of old
-        groups that were dropped because of the limit.
+        """Adds the rows of `experience`, group by group; `group` [B] int64 is the group number of
+        each row. Returns the number of old groups that were dropped because of the limit.
 
         Raises ValueError for a group that is larger than the limit.
         """
@@ -120,7 +120,8 @@ def _unpacked(value: Any) -> Any:
 
 
 def oldest(experience: Experience[Ragged]) -> int:
-    """Returns the oldest policy version that sampled a token of the experience.
+    """Returns the oldest policy version that sampled a token of the experience; 0 if no token was
+    sampled.
 
     Raises ValueError if the experience has no versions.
     """

@@ -22,8 +22,8 @@ def complete(rollouts: Sequence[Rollout | None]) -> Sequence[Rollout]:
 def scores_of(
     prompts: Sequence[Prompt], rollouts: Sequence[Rollout], reward: Reward
 ) -> list[dict[str, float]]:
-    """Returns the scores stored in the rollouts; if any rollout has none, computes the reward of
-    all rollouts instead.
+    """Returns one dict of reward components per rollout: the scores stored in the rollouts or, if
+    any rollout has none, the result of `reward` for all rollouts.
     """
     known = [rollout.scores for rollout in rollouts if rollout.scores is not None]
     return known if len(known) == len(rollouts) else reward(prompts, rollouts)

@@ -63,8 +63,8 @@ class Cause(NamedTuple):
 
 
 def cause_of(evidence: Evidence, limits: Limits) -> Cause:
-    """Returns the first cause that the evidence supports; causes that would explain other findings
-    as well are tested first.
+    """Returns the cause of the mismatch: the first one that the evidence supports; causes that
+    would explain other findings as well are tested first.
     """
     for look in (_chance, _weights, _tokens, _transform, _stale, _routes):
         if found := look(evidence, limits):
@@ -83,8 +83,8 @@ def matches(one: Tensor, other: Tensor, mask: Tensor, limits: Limits) -> bool:
 
 
 def _chance(evidence: Evidence, limits: Limits) -> Cause | None:
-    """Compares scoring passes of the trainer with each other, since no other diagnosis is valid if
-    they differ. Returns None if they agree.
+    """Returns the cause "chance" if scoring passes of the trainer over the same rows differ, since
+    no other diagnosis is valid then; None if they agree.
     """
     if not evidence.rescored:
         return None
@@ -141,8 +141,8 @@ def _weights(evidence: Evidence, limits: Limits) -> Cause | None:
 
 
 def _bounds(name: str, wrong: Sequence[SliceChecksums]) -> str:
-    """Returns the smallest index range that covers all corrupt slices of a tensor, in Python's
-    slice syntax.
+    """Returns the smallest index range that covers all corrupt slices of the tensor `name`, in
+    Python's slice syntax. `wrong`: the corrupt slices of all tensors.
     """
     edges = zip(*(each.box for each in wrong if each.name == name), strict=True)
     return ", ".join(
@@ -238,8 +238,8 @@ def _numbers(evidence: Evidence, limits: Limits) -> Cause:
 
 
 def worst_rows(behaviour_logp: Ragged, old_logp: Ragged, mask: Ragged, most: int) -> Tensor:
-    """Returns the indices of at most `most` rows ([n] int64), sorted by mean mismatch, the largest
-    first.
+    """Returns the indices of at most `most` rows ([n] int64), sorted by the mean mismatch between
+    engine (`behaviour_logp`) and trainer (`old_logp`) over the tokens in `mask`, the largest first.
 
     Rows without tokens in the mask come last.
     """

@@ -43,8 +43,8 @@ def chosen_by(samples: Samples[Ragged], step: int) -> Ragged:
 
 
 def gap_of(samples: Samples[Ragged], old_logp: Ragged, mask: Ragged) -> Gap:
-    """Returns the log-prob mismatch over the tokens in the mask; `old_logp`: the trainer's
-    log-probs.
+    """Returns the log-prob mismatch between engine and trainer over the tokens in the mask;
+    `old_logp`: the trainer's log-probs.
     """
     return log_prob_gap(samples.behaviour_logp.flat, old_logp.flat, mask.flat)
 
@@ -74,7 +74,8 @@ class GapGate:
         pushes: bool = True,
         keeps_caches: bool = False,
     ):
-        """`folder`: folder in which a bundle is saved if the mismatch is too large, together with
+        """`machinery`: the run's engine, weight sync and models. `folder`: folder in which a bundle
+        (the worst rows and the evidence) is saved if the mismatch is too large, together with
         `config`. `temperature`, `seed`: for sampling new completions. `pushes`: sync weights before
         requesting new completions; False if every step requests completions right after a weight
         sync. `keeps_caches`: the engine's cached keys and values may stem from earlier weights, so
@@ -123,7 +124,9 @@ class GapGate:
         return samples, self.machinery.policy.log_probs(samples.rows).logp
 
     def _explained(self, samples: Samples[Ragged], old_logp: Ragged, gap: Gap, step: int) -> str:
-        """Diagnoses the cause, saves the bundle, and returns an error message that states both."""
+        """Diagnoses the cause of a mismatch `gap` that is too large, saves the evidence as a
+        bundle, and returns an error message with the cause and the bundle's folder.
+        """
         bundle = self._looked_at(samples, old_logp, gap, step)
         cause = cause_of(bundle.evidence, self.limits)
         folder = self.folder / f"step_{step:06d}"
@@ -175,9 +178,8 @@ class GapGate:
         )
 
     def _other_prompt(self, worst: Samples) -> Tensor:
-        """Returns [B] int64: for each row the row under whose prompt the trainer's log-probs match
-        the engine's.
-
+        """Looks for completions that the engine put at the wrong prompt. Returns [B] int64: for
+        each row of `worst` the row under whose prompt the trainer's log-probs match the engine's,
         -1 if no other prompt matches.
         """
         found = torch.full((len(worst),), -1)

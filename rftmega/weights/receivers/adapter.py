@@ -78,8 +78,8 @@ class AdapterWorker:
     """
 
     def take_adapter(self, payload: bytes, version: int) -> str:
-        """Replaces an adapter by the one in `payload`. Each tensor-parallel worker gets the whole
-        adapter, and vLLM shards it.
+        """Replaces an adapter by the one in `payload`, the serialised adapter of push `version`.
+        Each tensor-parallel worker gets the whole adapter, and vLLM shards it.
 
         Returns the reason if the adapter was refused, else "". The method does not raise: if
         several workers raise, vLLM takes the second error for the reply to its next call.

@@ -71,7 +71,7 @@ class CheckpointTransferEngine(WeightTransferEngine[Init, Update]):
     def refuse_gaps(self) -> None:
         """Raises EngineError if an expected tensor was not loaded, or a layer received no weights.
 
-        Call it before the update ends: vLLM can't start another update after a failed one.
+        Call this method before the update ends: vLLM can't start another update after a failed one.
         """
         if self._missing:
             raise EngineError(

@@ -25,8 +25,8 @@ from rftmega.weights.transports.disk_weights import MANIFEST
 
 @dataclass
 class DiskInit(WeightTransferInitInfo):
-    """Tensors that each push contains. `buckets`: [name, dtype, shape] of each tensor, in groups
-    that are loaded together.
+    """DiskInit lists the tensors that each push contains. `buckets`: [name, dtype, shape] of each
+    tensor, in groups that are loaded together.
     """
 
     buckets: list[list[Any]]
@@ -79,8 +79,9 @@ class DiskWeightTransferEngine(CheckpointTransferEngine[DiskInit, DiskUpdate]):
 def _piece(
     folder: Path, file: str, key: str, box: list[list[int]], written: int
 ) -> tuple[Box, Tensor]:
-    """Returns the block (box) of a slice and its elements, read from `file` under `key`. Raises
-    EngineError if the slice can't be read or its checksum is not `written`.
+    """Returns the block (box) of a slice and its elements, read from the safetensors file `file` in
+    `folder` under the name `key`. `written`: the slice's checksum in the manifest. Raises
+    EngineError if the slice can't be read or has another checksum.
     """
     path = folder / file
     try:

@@ -34,9 +34,9 @@ from rftmega.weights.transports.transfer_plan import (
 class NetworkInit(WeightTransferInitInfo):
     """NetworkInit holds the address of the trainer's rendezvous store and the tensors of a push.
 
-    `trainers`: number of trainer processes. `host`: the address at which the trainer processes
-    reach this server. `tensors`: name, dtype and shape of each tensor. `seconds`: time limit of one
-    message.
+    `meeting`: host and port of the store. `name`: name of the process group. `trainers`: number of
+    trainer processes. `host`: the address at which the trainer processes reach this server.
+    `tensors`: name, dtype and shape of each tensor. `seconds`: time limit of one message.
     """
 
     meeting: list[Any]  # host and port of the store
@@ -49,7 +49,9 @@ class NetworkInit(WeightTransferInitInfo):
 
 @dataclass
 class NetworkUpdate(WeightTransferUpdateInfo):
-    """NetworkUpdate announces a push, whose buckets then arrive one after the other."""
+    """NetworkUpdate announces the push of weight version `version`, whose messages then arrive
+    bucket by bucket.
+    """
 
     version: int
 
@@ -139,7 +141,8 @@ class NetworkWeightTransferEngine(CheckpointTransferEngine[NetworkInit, NetworkU
 
     def _needs(self, everything: ReceivedBucket) -> dict[str, list[Box]]:
         """Runs a load to record which blocks (boxes) of each tensor this worker's loader reads.
-        Returns these blocks by HF name; the worker's weights are lost.
+        `everything`: all tensors of a push, as one bucket. Returns the blocks by HF name; the
+        worker's weights are lost.
         """
         asked: dict[str, list[Box]] = defaultdict(list)
 

@@ -75,16 +75,16 @@ def forget_expert_kernels(model: Any) -> None:
 
 
 class ParameterSource(Protocol):
-    """ParameterSource is a source of values for a parameter, passed to a parameter loader in place
-    of a tensor.
+    """ParameterSource is an object that fills a parameter in its method `into`; it is passed to a
+    parameter loader in place of a tensor.
     """
 
     def into(self, parameter: Tensor) -> None: ...
 
 
 def _fill(param: Tensor, filling: ParameterSource) -> None:
-    """Fills `param` from `filling`. This is a parameter loader; vLLM recognises one by its argument
-    names.
+    """Fills `param` from `filling`. This is a parameter loader; vLLM recognises a parameter loader
+    by its argument names.
     """
     filling.into(param)
 
@@ -125,7 +125,9 @@ class FreshParameters:
                 parameter.weight_loader = make_online_process_loader(layer, attribute)
 
     def fill(self, name: str, filling: ParameterSource) -> None:
-        """Loads parameter `name` from `filling` instead of from tensors."""
+        """Loads parameter `name` from `filling`, an object that writes the parameter's elements,
+        instead of from tensors.
+        """
         layer_name, _, attribute = name.rpartition(".")
         layer = self._layers[layer_name]
         parameter: Any = layer._parameters[attribute]

@@ -24,14 +24,17 @@ from rftmega.weights.receivers.checkpoint_transfer import CheckpointTransferEngi
 
 @dataclass
 class SharedMemoryInit(WeightTransferInitInfo):
-    """Tensors that each push contains. `names`: the HF names of all tensors."""
+    """SharedMemoryInit lists the tensors that each push contains. `names`: the HF names of all
+    tensors.
+    """
 
     names: list[str]
 
 
 @dataclass
 class SharedMemoryUpdate(WeightTransferUpdateInfo):
-    """SharedMemoryUpdate describes a bucket: a shared memory segment and the tensors in it.
+    """SharedMemoryUpdate describes a bucket of the push `version`: a shared memory segment and the
+    tensors in it.
 
     `memory`: name of the shared memory, of `size` bytes. `last`: whether this is the push's last
     bucket. A tensor is [name, dtype, shape, first byte, checksum].

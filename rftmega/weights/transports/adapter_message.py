@@ -17,7 +17,9 @@ POLICY = 1
 
 
 class PayloadTensor(msgspec.Struct, array_like=True):
-    """PayloadTensor is one adapter matrix in serialised form."""
+    """PayloadTensor is one adapter matrix in serialised form. `name`: its PEFT name; `checksum`: of
+    the matrix as it was gathered; `elements`: its bytes.
+    """
 
     name: str
     dtype: str
@@ -49,9 +51,9 @@ def packed(
     *,
     number: int = POLICY,
 ) -> bytes:
-    """Serialises an adapter. `pairs`: the matrices by their PEFT names; `said`: PEFT's adapter
-    config; `sums`: the checksum of each matrix as it was gathered; `number`: the adapter's number
-    in the engine.
+    """Serialises an adapter for push `version`. `pairs`: the matrices by their PEFT names; `said`:
+    PEFT's adapter config; `sums`: the checksum of each matrix as it was gathered; `number`: the
+    adapter's number in the engine.
     """
     tensors = []
     for name, tensor in pairs.items():
@@ -63,8 +65,8 @@ def packed(
 
 
 def opened(message: bytes, version: int) -> tuple[int, dict[str, Tensor], dict[str, Any]]:
-    """Decodes a payload. Returns the adapter's number, its matrices by their PEFT names (in newly
-    allocated memory), and PEFT's adapter config.
+    """Decodes `message`, the adapter payload of push `version`. Returns the adapter's number, its
+    matrices by their PEFT names (in newly allocated memory), and PEFT's adapter config.
 
     Raises EngineError if the payload can't be read or belongs to another push, or a matrix differs
     from what was sent.

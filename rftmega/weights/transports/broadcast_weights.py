@@ -42,8 +42,9 @@ class BroadcastWeights(WholeWeights):
         host: str,
         seconds: float,
     ):
-        """`host`: address at which engines reach the first process; `seconds`: time limit of one
-        tensor.
+        """`shards`: the trainer's shards of this process; `engines`: the remote engines;
+        `bucket_bytes`: most bytes gathered at a time; `host`: address at which engines reach the
+        first process; `seconds`: time limit of one tensor.
         """
         super().__init__(shards, engines, bucket_bytes=bucket_bytes)
         self._host, self._limit = host, timedelta(seconds=seconds)
@@ -102,9 +103,9 @@ class BroadcastWeights(WholeWeights):
         return self._exporter.total_bytes * len(names), asked
 
     def _send(self, name: str, tensors: Sequence[Tensor], completion: "Future[None]") -> None:
-        """Sends a bucket to engine `name`; does nothing if the engine's group is closed. Closes the
-        group if the engine has already failed (`completion`: its pending reply) or the connection
-        breaks.
+        """Sends the tensors of a bucket to engine `name`; does nothing if the engine's process
+        group is closed. Closes the group if the connection breaks, or if `completion`, the engine's
+        pending reply, already holds an error.
         """
         group = self._groups.get(name)
         if group is None:
@@ -130,8 +131,8 @@ class EngineGroup:
     """
 
     def __init__(self, host: str, name: str, workers: int, limit: timedelta):
-        """Opens the rendezvous store on `host`. `workers`: number of the engine's workers; `limit`:
-        time limit of joining and of each tensor.
+        """Opens the rendezvous store on `host`. `name`: name of the group; `workers`: number of the
+        engine's workers; `limit`: time limit of joining and of each tensor.
         """
         self.name, self.size, self._limit = name, 1 + workers, limit
         self._meeting = Meeting(host, seconds=limit.total_seconds())
@@ -142,7 +143,9 @@ class EngineGroup:
         return self._group is not None
 
     def told(self, device: torch.device) -> dict[str, Any]:
-        """Returns the request to an engine to join the group, with SGLang's field names."""
+        """Returns the request to an engine to join the group, with SGLang's field names. `device`:
+        the trainer's device, which determines the backend (NCCL or Gloo).
+        """
         return {
             "master_address": self._meeting.host,
             "master_port": self._meeting.port,

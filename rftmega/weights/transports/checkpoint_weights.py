@@ -44,7 +44,9 @@ class CheckpointWeights(WholeWeights):
         return [each.name for each in waiting]
 
     def _keep(self, names: set[str]) -> None:
-        """Does nothing: servers need no preparation."""
+        """Does nothing: these servers need no preparation before a push, so nothing is stored for
+        them.
+        """
 
     def _gave(self, names: Sequence[str], version: int) -> tuple[int, Asked]:
         target = self.folder / pushed_folders.folder_name(version, self.run)
@@ -61,7 +63,9 @@ class CheckpointWeights(WholeWeights):
         return self._exporter.total_bytes
 
     def _forget(self, names: set[str]) -> None:
-        """Does nothing: servers need no preparation."""
+        """Does nothing: these servers need no preparation before a push, so nothing is stored for
+        them.
+        """
 
     def _remove_old(self, version: int, target: Path | None = None) -> None:
         """Marks the push folder `target` as this run's, and removes the run's folders of older

@@ -63,9 +63,10 @@ class DiskWeights(RemoteWeights):
         self._manifests: dict[str, set[str]] = {}  # version's folder -> folders that it names
 
     def checksums(self) -> list[SliceChecksums]:
-        """Returns the checksums of every slice of the last push; a collective. The policy's weights
-        must be on the device. An engine refuses a slice whose checksum is not the one in the
-        manifest, so the received and sent checksums are equal.
+        """Returns for every slice of the last push its checksums: of the trainer's weights now, as
+        sent and as received; a collective. The policy's weights must be on the device. An engine
+        refuses a slice whose checksum is not the one in the manifest, so the received and sent
+        checksums are equal.
         """
         self.shards.look_again()
         found = []
@@ -171,8 +172,9 @@ class DiskWeights(RemoteWeights):
 
 
 def own_writes(buckets: Sequence[Sequence[Any]], rank: int) -> list[list[TensorSlice]]:
-    """Returns, for each bucket, the slices that process `rank` writes. Together, the processes
-    write every element once; the processes that hold a slice share the work evenly.
+    """Returns, for each of `buckets` (lists of tensors), the slices that process `rank` writes.
+    Together, the processes write every element once; the processes that hold a slice share the work
+    evenly.
     """
     balance = Balance()
     found = []

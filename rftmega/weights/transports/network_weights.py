@@ -55,8 +55,8 @@ Result = TypeVar("Result")
 
 
 class EnginePlan(NamedTuple):
-    """EnginePlan holds the messages that an engine's workers receive in a push; engines with equal
-    needs share one EnginePlan.
+    """EnginePlan holds the layouts of the messages that an engine's workers receive in a push, and
+    their total size `bytes`; engines with equal needs share one EnginePlan.
     """
 
     sends: list[dict[int, Layout]]  # of this process, per bucket: rank in the group -> message
@@ -83,8 +83,9 @@ class NetworkWeights(RemoteWeights):
         host: str,
         seconds: float,
     ):
-        """`host`: address at which engines reach the first process; `seconds`: time limit of one
-        message.
+        """`shards`: the trainer's shards of this process; `engines`: the remote engines;
+        `bucket_bytes`: most bytes of the tensors that are sent together; `host`: address at which
+        engines reach the first process; `seconds`: time limit of one message.
         """
         super().__init__(shards, engines, bucket_bytes=bucket_bytes)
         self.seconds, self.trainers = seconds, dist.get_world_size()
@@ -104,8 +105,8 @@ class NetworkWeights(RemoteWeights):
         self._sent: list[tuple[int, Layout, Tensor]] = []  # target, message, checksums
 
     def checksums(self) -> list[SliceChecksums]:
-        """Returns the checksums of every slice of the last push; a collective. The policy's weights
-        must be on the device.
+        """Returns for every slice of the last push its checksums: of the trainer's weights now, as
+        sent and as received; a collective. The policy's weights must be on the device.
 
         A worker refuses a slice whose checksum is not the one sent with it, so the received and
         sent checksums are equal.
@@ -227,8 +228,8 @@ class NetworkWeights(RemoteWeights):
             ) from error
 
     def _planned(self, needs: Sequence[Needs]) -> EnginePlan:
-        """Returns the plan of the messages for workers with these needs, computed identically on
-        every process and cached.
+        """Returns the plan of the messages for the workers of one engine, computed identically on
+        every process and cached. `needs`: for each worker, the blocks that it reads.
         """
         key = hashlib.sha256(b"".join(map(packed_needs, needs))).digest()
         if key not in self._plans:
@@ -339,7 +340,7 @@ def _layouts(ordered: dict[tuple[int, int], list[TensorSlice]], source: int) -> 
 
 
 def _own_address(host: str, port: int) -> str:
-    """Returns the IP address of this host on the route to `host`."""
+    """Returns the IP address of this host on the network route to `host`; nothing is sent."""
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_DGRAM) as to:
         to.connect((host, port))  # sends nothing
         return str(to.getsockname()[0])

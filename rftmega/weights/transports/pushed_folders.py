@@ -13,14 +13,16 @@ def folder_name(version: int, run: str) -> str:
 
 
 def mark(folder: Path, run: str) -> None:
-    """Writes a marker file that records the folder as belonging to `run`. Raises OSError if the
-    file can't be written.
+    """Writes a marker file into `folder` that records the folder as belonging to the run named
+    `run`. Raises OSError if the file can't be written.
     """
     (folder / MARK).write_text(run)
 
 
 def remove_old(folder: Path, run: str, kept: Collection[str]) -> None:
-    """Removes the push folders of `run` except the names in `kept`. Folders of other runs stay."""
+    """Removes the push folders in `folder` that belong to the run named `run`, except those whose
+    names are in `kept`. Folders of other runs stay.
+    """
     for old in folder.glob("version-*"):
         if old.name not in kept and _is_of(old, run):
             shutil.rmtree(old, ignore_errors=True)

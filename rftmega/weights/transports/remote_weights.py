@@ -21,8 +21,8 @@ Result = TypeVar("Result")
 
 
 class WaitingEngine(NamedTuple):
-    """WaitingEngine is an engine that waits for weights, with its name, number of workers and
-    address.
+    """WaitingEngine is an engine that waits for weights: its name, its number of workers, its
+    address, and whether it already holds the frozen base model.
     """
 
     name: str  # a new one after each start
@@ -32,17 +32,18 @@ class WaitingEngine(NamedTuple):
 
 
 class RemoteReceivers(Protocol):
-    """RemoteReceivers is the part of the remote engines' interface that a push uses.
+    """RemoteReceivers is the part of the remote engines' interface that a push uses: `join`
+    prepares an engine, `receive` tells it to take the weights, `land` makes it generate with them.
 
-    It is called only on the first process.
+    Its methods are called only on the first process.
     """
 
     version: int | None
     newest: int
 
     def waiting(self) -> list[WaitingEngine]:
-        """Returns the engines that wait for weights, after starting servers if needed. These
-        engines generate nothing until `land` is called for them.
+        """Starts servers if needed, and returns the engines that wait for weights. These engines
+        generate nothing until `land` is called for them.
         """
         ...
 
@@ -61,7 +62,7 @@ class RemoteReceivers(Protocol):
         ...
 
     def miss(self, name: str, error: EngineError) -> None:
-        """Records that engine `name` missed the push, and why."""
+        """Records that engine `name` did not get the weights of the push because of `error`."""
         ...
 
     def invalidate(self) -> None: ...
@@ -75,8 +76,9 @@ Asked = dict[str, "Future[None]"]  # engine -> its reply; empty except on the fi
 
 
 class RemoteWeights(ABC):
-    """RemoteWeights is a WeightSync whose engines take a push independently of each other. All
-    processes must construct it and call its methods in the same order.
+    """RemoteWeights is a WeightSync whose engines take a push independently of each other: an
+    engine that fails misses the push, and the others get it. All processes must construct it and
+    call its methods in the same order.
     """
 
     def __init__(self, shards: Sequence[Shard], engines: RemoteReceivers, *, bucket_bytes: int):
@@ -89,8 +91,8 @@ class RemoteWeights(ABC):
         self.buffer_bytes = 0  # peak size of the messages that this process held in the last push
 
     def push(self, *, version: int) -> Metrics:
-        """Makes every engine that receives the weights generate under `version`; see `_push`.
-        Engines neither join nor leave during a push.
+        """Sends the trainer's current weights to the waiting engines, as weight version `version`,
+        and returns metrics of the push; see `_push`. Engines neither join nor leave during a push.
         """
         try:
             return self._push(version)
@@ -98,8 +100,8 @@ class RemoteWeights(ABC):
             self.engines.pushed()
 
     def _push(self, version: int) -> Metrics:
-        """Makes every engine that receives the weights generate under `version`. Engines that
-        missed the weights are reported (`RemoteReceivers.miss`) and generate nothing.
+        """Sends the trainer's current weights to the waiting engines, as weight version `version`.
+        Engines that missed the weights are reported (`RemoteReceivers.miss`) and generate nothing.
 
         Raises EngineFault on every process if no engine has the weights.
         """
@@ -146,8 +148,9 @@ class RemoteWeights(ABC):
     def _given(
         self, waiting: Sequence[WaitingEngine], version: int
     ) -> tuple[list[str], list[str], int]:
-        """Sends a push to the waiting engines. Returns the names of the engines that could receive
-        it, the names of the engines that now have the weights, and the number of bytes sent.
+        """Sends the weights of push `version` to the waiting engines. Returns the names of the
+        engines that could receive them, the names of the engines that now have them, and the number
+        of bytes sent.
         """
         holders = _holders(waiting)
         names = self._linked([each for each in waiting if not each.holds])
@@ -168,15 +171,17 @@ class RemoteWeights(ABC):
 
     @abstractmethod
     def _keep(self, names: set[str]) -> None:
-        """Forgets all engines whose names are not in `names`."""
+        """Releases this transport's resources (e.g. connections) for all engines whose names are
+        not in `names`.
+        """
 
     def _forget_sums(self) -> None:  # noqa: B027  files have one of each slice
         """Forgets the checksums of the previous push."""
 
     @abstractmethod
     def _brought(self, names: Sequence[str], version: int) -> tuple[int, Asked]:
-        """Sends a push to the engines `names`. Returns the number of bytes that all processes sent,
-        and the engines' pending replies.
+        """Sends the weights of push `version` to the engines `names`. Returns the number of bytes
+        that all processes sent, and the engines' pending replies.
         """
 
     @abstractmethod
@@ -187,8 +192,8 @@ class RemoteWeights(ABC):
 
     @abstractmethod
     def _forget(self, names: set[str]) -> None:
-        """Forgets the engines in `names`, which must be prepared again before
-        they can take a push.
+        """Releases this transport's resources (e.g. connections) for the engines in `names`, which
+        must be prepared again before they can take a push.
         """
 
     def _asked(
@@ -205,8 +210,8 @@ class RemoteWeights(ABC):
         return {name: begun(work, name, *arguments) for name in names}
 
     def _those(self, asked: Asked) -> list[str]:
-        """Returns the names of the engines that completed their request; reports all other engines
-        as having missed the push.
+        """Waits for the pending replies `asked`, and returns the names of the engines that
+        completed their request. Reports every other engine as having missed the push.
         """
         found = []
         end = time.monotonic() + self.reply_seconds

@@ -17,10 +17,10 @@ from rftmega.weights.transports.shared_weights import SharedWeights
 
 
 class AdapterReceivers(Protocol):
-    """AdapterReceivers is the interface of the engines for adapters. An engine that completes a
-    push loads the adapters in the current `payload`.
+    """AdapterReceivers is the interface of the engines for adapters. `payload`: the serialised
+    adapters of the last push, which an engine loads when it completes a push.
 
-    It is called only on the first process.
+    Its methods are called only on the first process.
     """
 
     payload: bytes
@@ -45,7 +45,10 @@ class ServedAdapters:
         *,
         bucket_bytes: int,
     ):
-        """`base`: the WeightSync of the frozen base model."""
+        """`base`: the WeightSync of the frozen base model; `adapters`: this process's shards of the
+        LoRA matrices; `engines`: the servers; `bucket_bytes`: most bytes that are gathered at a
+        time.
+        """
         self.base, self.engines = base, engines
         self._pairs = AdapterPairs(adapters, bucket_bytes=bucket_bytes)
 
@@ -59,7 +62,8 @@ class ServedAdapters:
         return [*self.base.checksums(), *self._pairs.checksums()]
 
     def push(self, *, version: int) -> Metrics:
-        """Makes every engine that receives the current adapters generate under `version`.
+        """Loads the current adapters into every engine that takes the push, as weight version
+        `version`, and returns metrics of the push.
 
         Raises the errors of the base model's push, and EngineError if processes have different
         adapters.

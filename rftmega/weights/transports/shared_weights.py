@@ -34,9 +34,10 @@ SEGMENTS = 2  # one is read while the other is being written
 
 
 class Receivers(Protocol):
-    """Receivers is the part of the local engines' interface that a push uses.
+    """Receivers is the part of the local engines' interface that a push uses: `begin`, then `take`
+    for each bucket, then `finish`.
 
-    It is called only on the first process.
+    Its methods are called only on the first process.
     """
 
     version: int | None
@@ -46,8 +47,8 @@ class Receivers(Protocol):
     def begin(self) -> None: ...
 
     def lacks_weights(self) -> bool:
-        """Returns whether any engine needs weights through `take`. If the weights are frozen,
-        engines that have loaded them already need none.
+        """Returns whether any engine needs the weights that `take` loads. If the weights are
+        frozen, engines that have loaded them already need none.
         """
         ...
 
@@ -63,8 +64,8 @@ class Receivers(Protocol):
 
 
 class SegmentEntry(NamedTuple):
-    """SegmentEntry is the place of a tensor in a memory segment: its first byte `start`, dtype and
-    shape.
+    """SegmentEntry says where a tensor lies in a shared memory segment: its first byte `start`,
+    dtype and shape.
     """
 
     name: str
@@ -111,7 +112,8 @@ class SharedWeights:
         self._agree("Telling the engines what a push brings")
 
     def push(self, *, version: int) -> Metrics:
-        """Makes every engine generate under `version`. After a failure, no engine generates until a
+        """Sends the trainer's current weights to the engines of this host, as weight version
+        `version`, and returns metrics of the push. After a failure, no engine generates until a
         push succeeds.
 
         Raises EngineError on every process if the push fails.
@@ -167,7 +169,7 @@ class SharedWeights:
 
     def _send(self, version: int, reading: list["Future[None]"]) -> int:
         """Sends all buckets, one after the other. On the first process, a future for the engines'
-        read of each bucket is added to `reading`.
+        read of each bucket is appended to `reading`.
 
         Returns the number of bytes that all processes wrote.
         """
@@ -204,8 +206,8 @@ class SharedWeights:
                 self._failure = error
 
     def _settle(self, reading: Sequence["Future[None]"], number: int) -> None:
-        """Waits until the engines have read bucket `number`, so that its segment can be
-        overwritten.
+        """Waits until the engines have read bucket `number`, so that its memory segment can be
+        overwritten. `reading`: for each bucket so far, the future of the engines' read.
         """
         if 0 <= number < len(reading):
             self._ask(reading[number].result)
@@ -314,7 +316,9 @@ def _plan(buckets: Sequence[list[LogicalTensor]]) -> list[SharedBucket]:
 
 
 def segment_bytes(tensors: Sequence[LogicalTensor], bucket_bytes: int) -> int:
-    """Returns how many bytes of memory the largest bucket takes."""
+    """Returns how many bytes of memory the largest bucket takes if `tensors` are grouped into
+    buckets of `bucket_bytes`.
+    """
     most = 0
     for bucket in buckets_of(tensors, bucket_bytes, for_an_engine=True):
         sizes = [torch.Size(shape).numel() * dtype.itemsize for _, dtype, shape in planned(bucket)]

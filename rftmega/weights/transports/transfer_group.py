@@ -66,8 +66,9 @@ class TransferGroup:
         host: str,
         seconds: float,
     ):
-        """`host`: the address at which the other processes reach this process. `seconds`: time
-        limit of one message, and for the other processes to join.
+        """`store`: the rendezvous store; `name`: name of the group; `rank`, `size`: of this process
+        and of the group; `host`: the address at which the other processes reach this process.
+        `seconds`: time limit of one message, and for the other processes to join.
 
         Raises EngineFault if the processes do not join in time.
         """

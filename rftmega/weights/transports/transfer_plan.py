@@ -38,8 +38,9 @@ def packed_needs(needs: Needs) -> bytes:
 
 
 def unpacked_needs(told: bytes, shapes: Mapping[str, Sequence[int]] | None = None) -> Needs:
-    """Decodes a worker's needs: the blocks (boxes) that it reads, by HF name. Raises ValueError if
-    the bytes are invalid or, with `shapes`, a name is unknown or a block lies outside its tensor.
+    """Decodes a worker's needs, the blocks (boxes) that it reads, by HF name. `told`: the encoded
+    needs; `shapes`: the shape of each tensor. Raises ValueError if the bytes are invalid or, with
+    `shapes`, a name is unknown or a block lies outside its tensor.
     """
     needs = _needs.decode(told)
     for name, boxes in needs.items() if shapes is not None else ():
@@ -83,8 +84,8 @@ def packed_plan(
 
 
 class ReceivedBucket:
-    """ReceivedBucket is a bucket on the receiving worker, with the layout of the message from each
-    trainer process.
+    """ReceivedBucket is a bucket on the receiving worker: its tensors, and the layout of the
+    message from each trainer process. `told`: the serialised bucket.
     """
 
     def __init__(self, told: ToldBucket):
@@ -101,7 +102,9 @@ class ReceivedBucket:
 
 
 def unpacked_plan(told: bytes) -> list[ReceivedBucket]:
-    """Decodes a worker's plan. Raises ValueError if it is invalid."""
+    """Decodes the plan that `packed_plan` encoded for this worker, and returns its buckets. Raises
+    ValueError if the plan is invalid.
+    """
     return [ReceivedBucket(bucket) for bucket in _buckets.decode(told)]
 
 

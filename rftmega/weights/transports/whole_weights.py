@@ -24,9 +24,9 @@ class WholeWeights(RemoteWeights):
         self._sums = dict[str, int]()  # of this process's slices in the last push
 
     def checksums(self) -> list[SliceChecksums]:
-        """Returns the checksums of every slice of the last push; a collective. The policy's weights
-        must be on the device. The received checksums repeat the sent ones, since these engines
-        compute none.
+        """Returns for every slice of the last push its checksums: of the trainer's weights now, as
+        sent and as received; a collective. The policy's weights must be on the device. The received
+        checksums repeat the sent ones, since these engines compute none.
         """
         self.shards.look_again()
         found = []
@@ -42,6 +42,6 @@ class WholeWeights(RemoteWeights):
 
     @abstractmethod
     def _gave(self, names: Sequence[str], version: int) -> tuple[int, Asked]:
-        """Sends whole tensors to the engines `names`. Returns the number of bytes sent, and the
-        engines' pending replies.
+        """Sends whole tensors to the engines `names`, as weight version `version`. Returns the
+        number of bytes sent, and the engines' pending replies.
         """

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from rftmega.run.local_launcher import FROZEN
 from tests.e2e.conftest import ROOT
 
 PROGRAM = """
@@ -43,3 +44,13 @@ def test_the_launcher_imports_no_models_and_its_server_all_that_ranks_need(serve
     assert launcher == []
     assert imported == [["transformers", "megatron.core", "rftmega.run.placement"]] * server
     assert {"rftmega.backends.megatron", "rftmega.backends.fsdp.backend"} <= set(slow)
+
+
+def test_collections_in_a_rank_do_not_look_at_its_imports() -> None:
+    code = f"import gc; import {FROZEN}; print(gc.get_freeze_count(), gc.isenabled())"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT
+    )
+    frozen, enabled = done.stdout.split()
+    assert int(frozen) > 1000
+    assert enabled == "True"

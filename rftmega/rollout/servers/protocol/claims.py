@@ -1,4 +1,4 @@
-"""Interprets a server's reply when a run claims the server."""
+"""Interprets a server's reply to the request with which a run claims it for exclusive use."""
 
 from contextlib import suppress
 from typing import Any
@@ -9,11 +9,11 @@ from rftmega.rollout.servers.vllm import ownership
 
 
 class ServerTaken(EngineError):
-    """ServerTaken is raised for a server that another run holds."""
+    """ServerTaken is raised if another run holds the lease of a server."""
 
     def __init__(self, address: str, owner: str, heard: float):
-        """`owner`: description of the run that holds the server; `heard`: seconds since that run
-        last renewed its lease.
+        """Composes the message. `address`: the server's URL; `owner`: description of the run that
+        holds the server; `heard`: seconds since that run last renewed its lease.
         """
         self.heard = heard
         super().__init__(
@@ -24,7 +24,9 @@ class ServerTaken(EngineError):
 
 
 def refuse_taken(address: str, reply: HTTPReply) -> None:
-    """Raises ServerTaken if the reply has the status of a server that another run holds."""
+    """Raises ServerTaken if `reply`, of the server at `address`, has the status that means that
+    another run holds the server.
+    """
     if reply.status != ownership.TAKEN:
         return
     taken = dict[str, Any]()

@@ -22,8 +22,8 @@ class WrongReply(EngineFault):
 
 @dataclass(frozen=True)
 class CompletionLimits:
-    """CompletionLimits are the limits that a valid completion of one request meets: length, token
-    ids and stop tokens.
+    """CompletionLimits holds the limits that a completion must meet to be valid: most tokens, size
+    of the vocabulary, and stop tokens.
     """
 
     most: int = LARGEST_ID  # tokens
@@ -38,7 +38,7 @@ ANY_COMPLETION = CompletionLimits()
 def checked(
     reply: protocol.ServerReply, limits: CompletionLimits
 ) -> tuple["array[Any]", "array[Any]"]:
-    """Returns the token ids and log-probs in a server's reply.
+    """Validates the completion in a server's reply and returns its token ids and log-probs.
 
     Raises WrongReply if the reply is no valid completion within `limits`.
     """
@@ -65,8 +65,9 @@ def checked(
 def versions_of(
     spans: Sequence[tuple[str, int, int]], numbers: Sequence[int], tokens: int
 ) -> "array[Any]":
-    """Returns the weight version of each of `tokens` tokens. `spans`: (version string, first token,
-    end) of each range of tokens; `numbers`: the version number of each range.
+    """Returns the weight version of each token of a completion. `spans`: (version string, first
+    token, end) of each range of tokens generated with one version; `numbers`: the version number of
+    each range; `tokens`: length of the completion.
 
     Raises WrongReply if the ranges do not cover all tokens contiguously.
     """
@@ -99,8 +100,8 @@ def _check_tokens(ids: "array[Any]", logprobs: "array[Any]", limits: CompletionL
 
 
 def _check_end(ids: "array[Any]", reason: str, limits: CompletionLimits) -> None:
-    """Raises WrongReply if the completion contradicts its finish reason or continues after a stop
-    token.
+    """Raises WrongReply if the completion `ids` contradicts its finish reason (stop, length or
+    abort) or continues after a stop token.
     """
     if not ids and reason != "abort":
         raise WrongReply(

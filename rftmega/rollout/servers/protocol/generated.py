@@ -14,7 +14,9 @@ Kind = TypeVar("Kind")
 
 
 class WeightSpan(msgspec.Struct):
-    """WeightSpan is a range of tokens generated with one weight version."""
+    """WeightSpan is a range of a completion's tokens, from `start` up to `end` (exclusive), that
+    were generated with one version of the weights.
+    """
 
     version: str
     start: int
@@ -60,8 +62,8 @@ class GenerateReply(msgspec.Struct):
 
 
 class SGLangToken(msgspec.Struct, array_like=True):
-    """SGLangToken is a sampled token in SGLang's reply, an array in which the token's text may
-    follow.
+    """SGLangToken is a sampled token in SGLang's JSON reply, an array of log-prob, token id and
+    sometimes the token's text.
     """
 
     logprob: float
@@ -90,17 +92,17 @@ class SGLangReply(msgspec.Struct):
 
 
 def reply_of(reply: Any) -> GenerateReply:
-    """Parses vLLM's reply. Raises EngineFault if it is no valid reply."""
+    """Parses vLLM's JSON reply to a completion request. Raises EngineFault if it is invalid."""
     return _converted(reply, GenerateReply)
 
 
 def of_vllm(choice: Any) -> protocol.ServerReply:
-    """Parses one choice of vLLM's reply. Raises EngineFault if it is no valid choice."""
+    """Converts one choice (completion) of vLLM's JSON reply. Raises EngineFault if it is wrong."""
     return _converted(choice, Choice).reply
 
 
 def of_sglang(reply: Any) -> protocol.ServerReply:
-    """Parses SGLang's reply.
+    """Converts SGLang's JSON reply to a completion request.
 
     Raises EngineFault if it is no valid reply, or has tokens without weight versions.
     """

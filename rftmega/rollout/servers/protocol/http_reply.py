@@ -1,4 +1,4 @@
-"""Sends HTTP requests to a server, whose reply may come from a proxy or be truncated."""
+"""HTTP requests to a server whose reply may come from a proxy or be truncated."""
 
 import time
 from typing import Any, NamedTuple
@@ -34,9 +34,9 @@ class HTTPReply(NamedTuple):
 
 
 def asked(method: str, url: str, seconds: float, **given: Any) -> HTTPReply:
-    """Sends a request and returns the reply, which must be complete within about `seconds`.
-    `given`: further arguments of httpx. Raises the exceptions in BROKEN if there is no complete
-    reply.
+    """Sends an HTTP request and returns the reply, which must be complete within about `seconds`.
+    `method`: GET or POST; `given`: further arguments of `httpx.stream`. Raises an exception in
+    BROKEN if there is no complete reply.
     """
     end = time.monotonic() + seconds
     body = bytearray()

@@ -1,4 +1,4 @@
-"""Reads the server list, a file of server addresses that may change at any time."""
+"""Reads the server list, a file of remote servers' addresses that a user may edit during a run."""
 
 from pathlib import Path
 from typing import NamedTuple
@@ -7,8 +7,8 @@ from rftmega.config.addresses import address_of
 
 
 class ServerListLook(NamedTuple):
-    """ServerListLook is the content of a server list: addresses without duplicates, and messages
-    about invalid lines.
+    """ServerListLook is the content of a server list when it was read: the addresses without
+    duplicates, and messages about invalid lines or an unreadable file.
     """
 
     addresses: tuple[str, ...] = ()
@@ -16,8 +16,8 @@ class ServerListLook(NamedTuple):
 
 
 def read_server_list(file: Path) -> ServerListLook:
-    """Reads the addresses in `file`, one per line; # starts a comment. Returns no addresses if the
-    file is missing.
+    """Reads the server addresses in `file`, one per line; # starts a comment. Returns no addresses
+    if the file is missing.
     """
     try:
         text = file.read_bytes().decode("utf-8-sig", errors="replace")

@@ -21,8 +21,8 @@ from rftmega.rollout.servers.vllm import protocol
 
 
 class StaleReply(EngineFault):
-    """StaleReply is raised for a completion that was generated with weights of
-    another push or run.
+    """StaleReply is raised for a completion that a server generated with weights of an earlier push
+    or of another run.
     """
 
 
@@ -34,9 +34,10 @@ def answered(
     limits: CompletionLimits = ANY_COMPLETION,
     run: str = "",
 ) -> PartialCompletion:
-    """Returns the completion in a server's reply, with its expert routes if `routed` is given.
-    `context`: number of tokens before the completion; `run`: id of the run whose pushes the weights
-    must come from.
+    """Returns the validated completion in a server's reply, as a PartialCompletion. `routed`: the
+    MoE model whose expert routes the reply must have; None: routes are ignored. `context`: number
+    of tokens before the completion; `limits`: the limits of a valid completion; `run`: id of the
+    run whose pushes the weights must come from.
 
     Raises StaleReply for tokens generated with weights that this run did not push; WrongReply for
     an invalid completion, or for routes that do not match the tokens.
@@ -58,8 +59,9 @@ def answered(
 
 
 def _routes_of(reply: protocol.ServerReply, routed: RoutedModel, fed: int) -> Tensor:
-    """Returns the expert routes in a reply. `fed`: number of tokens that the model processed.
-    Raises WrongReply if the routes are missing or do not match.
+    """Returns the expert routes in a reply, [fed, MoE layers, experts per token]. `routed`: the
+    numbers of MoE layers and experts; `fed`: number of tokens that the model processed. Raises
+    WrongReply if the routes are missing or do not match.
     """
     size = math.prod(reply.shape)
     kind = np.dtype(np.uint8 if len(reply.routes) == size else np.int16)

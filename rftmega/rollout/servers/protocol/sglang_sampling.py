@@ -25,9 +25,9 @@ def sampling_of(sampling: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def filters(sampling: Mapping[str, Any]) -> bool:
-    """Returns whether sampling is restricted by top-p, top-k or min-p. If so, SGLang must return
-    its sampling mask: without the mask, its log-probs are of the full distribution at its
-    temperature.
+    """Returns whether `sampling`, arguments of vLLM's SamplingParams, restricts tokens by top-p,
+    top-k or min-p. If so, SGLang must return its sampling mask: without the mask, its log-probs are
+    of the full distribution at its temperature.
     """
     part = sampling["top_p"] < 1 or sampling["top_k"] > 0 or sampling["min_p"] > 0
     return bool(sampling["temperature"] > 0 and part)

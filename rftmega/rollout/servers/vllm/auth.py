@@ -53,7 +53,8 @@ App = Callable[[Message, Receive, Send], Awaitable[None]]
 
 
 def headers(key: str, run: str = "") -> dict[str, str]:
-    """Returns the authentication headers for requests of the run `run` ("": no run).
+    """Returns the HTTP headers that authenticate a request with the key `key` and name the run with
+    id `run` ("": no run).
 
     Raises ValueError if the key is empty or has characters that can't be in a header.
     """
@@ -72,8 +73,8 @@ def headers(key: str, run: str = "") -> dict[str, str]:
 
 
 def given_key() -> str:
-    """Returns the key from the environment variable. Raises ValueError if the key is missing or
-    invalid.
+    """Returns the authentication key from the environment variable RFTMEGA_SERVER_KEY. Raises
+    ValueError if it is missing or invalid.
     """
     if KEY not in os.environ:
         raise ValueError(f"{KEY} is not set. {ADVICE}")
@@ -82,13 +83,14 @@ def given_key() -> str:
 
 
 class Authentication:
-    """Authentication is an ASGI middleware that passes only authenticated requests to allowed paths
-    on to vLLM.
+    """Authentication is an ASGI middleware of the server that refuses requests without the key or
+    to other than the allowed paths; it handles this package's own paths and passes all others on to
+    vLLM.
     """
 
     def __init__(self, app: App):
-        """Raises ValueError if the environment has no valid key, so that the
-        server does not start.
+        """Wraps `app`, vLLM's ASGI application. Raises ValueError if the environment has no valid
+        key, so that the server does not start.
         """
         self.app = app
         if parent := os.environ.get(PARENT):
@@ -123,7 +125,7 @@ class Authentication:
             await self.app(scope, receive, send)
 
     async def _own(self, receive: Receive, send: Send) -> None:
-        """Handles a request that claims or releases the server."""
+        """Handles a request with which a run claims, renews or releases this server's lease."""
         try:
             said = json.loads(await _body(receive) or b"null")
         except (ValueError, RecursionError):
@@ -138,7 +140,9 @@ def _run_of(scope: Message) -> str:
 
 
 async def _body(receive: Receive) -> bytes | None:
-    """Returns the body of a request; None if the client disconnected before the end of the body."""
+    """Returns the body of the HTTP request that ASGI's function `receive` reads; None if the client
+    disconnected before its end.
+    """
     parts, more = [], True
     while more:
         message = await receive()
@@ -150,8 +154,9 @@ async def _body(receive: Receive) -> bytes | None:
 
 
 async def _tell_samples(scope: Message, send: Send) -> None:
-    """Replies with the checksums of vLLM's patches of sample media. The query names the media kinds
-    with their placeholder tokens: ?image=TOKEN&video=TOKEN.
+    """Replies with checksums of the patches that vLLM's preprocessing makes of sample media, which
+    the trainer compares with its own. The query names the media kinds with their placeholder
+    tokens: ?image=TOKEN&video=TOKEN.
     """
     from rftmega.rollout.engines.image_prompts import samples_of_vllm
 
@@ -165,9 +170,9 @@ async def _tell_samples(scope: Message, send: Send) -> None:
 
 
 async def _take_adapter(scope: Message, receive: Receive, send: Send) -> None:
-    """Passes an adapter payload to all workers. The query's `version` is the push that the payload
-    must belong to. Replies with status 400 if there is no version, 500 if a worker refuses the
-    payload.
+    """Passes the request's body, serialised LoRA adapters, to all workers of the server. The
+    query's `version` is the weight version that the adapters must belong to. Replies with status
+    400 if there is no version, 500 if a worker refuses the adapters.
     """
     payload = await _body(receive)
     if payload is None:
@@ -198,8 +203,8 @@ async def _tell(found: Any, send: Send, *, status: int = 200) -> None:
 
 
 async def _serve(scope: Message, receive: Receive, send: Send) -> None:
-    """Serves the completion requests of one WebSocket with CompletionsSocket, since vLLM's own
-    endpoints cost more.
+    """Serves the completion requests of one WebSocket connection with CompletionsSocket, which
+    costs less than vLLM's own endpoints.
     """
     from rftmega.rollout.servers.vllm.completions_socket import CompletionsSocket
 

@@ -24,8 +24,8 @@ _connections = itertools.count()  # numbers of this server's connections
 
 
 class CompletionsSocket:
-    """CompletionsSocket serves one WebSocket connection until it is closed; unfinished requests are
-    then aborted.
+    """CompletionsSocket serves completion requests on one WebSocket connection until it is closed;
+    unfinished requests are then aborted.
     """
 
     def __init__(
@@ -34,7 +34,9 @@ class CompletionsSocket:
         receive: Callable[[], Awaitable[Message]],
         send: Callable[[Message], Awaitable[None]],
     ):
-        """`engine`: vLLM's AsyncLLM. `receive` and `send`: ASGI's functions for the connection."""
+        """Prepares to serve a connection. `engine`: vLLM's AsyncLLM, which generates; `receive` and
+        `send`: ASGI's functions for the connection.
+        """
         self.engine, self._receive, self._send = engine, receive, send
         self._name = f"socket-{next(_connections)}"
         self._running: dict[int, asyncio.Task[None]] = {}
@@ -75,7 +77,7 @@ class CompletionsSocket:
         self._news.set()
 
     async def _generated(self, ask: protocol.Ask) -> Any:
-        """Returns the engine's final output for a request."""
+        """Generates the completion for the request `ask` and returns vLLM's final output."""
         parameters = SamplingParams(
             **ask.sampling, skip_clone=True, output_kind=RequestOutputKind.FINAL_ONLY
         )
@@ -93,8 +95,8 @@ class CompletionsSocket:
         return output
 
     async def _hand_out(self) -> None:
-        """Sends replies, until cancelled. Replies that arrive during a send are sent together in
-        the next message.
+        """Sends the replies of ended requests until cancelled. Replies that become ready during a
+        send are sent together in the next message.
         """
         while True:
             await self._news.wait()
@@ -104,8 +106,8 @@ class CompletionsSocket:
                 await self._send({"type": "websocket.send", "bytes": protocol.packed(replies)})
 
     def _some(self) -> list[protocol.ServerReply | protocol.Failure]:
-        """Removes and returns pending replies of about MESSAGE bytes in all, and at least one,
-        since expert routes are large.
+        """Removes and returns the replies for the next message: at least one, and about MESSAGE
+        bytes at most, since expert routes are large.
         """
         taken: list[protocol.ServerReply | protocol.Failure] = []
         size = 0
@@ -117,7 +119,7 @@ class CompletionsSocket:
 
 
 def _told(ask: protocol.Ask, output: Any) -> protocol.ServerReply:
-    """Converts vLLM's output for a request to a ServerReply."""
+    """Converts `output`, vLLM's final output for the request `ask`, to a ServerReply."""
     choice = output.outputs[0]
     ids = choice.token_ids
     pairs = zip(ids, choice.logprobs or (), strict=True)

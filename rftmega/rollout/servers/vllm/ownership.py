@@ -23,8 +23,9 @@ class Ownership:
         self._heard = 0.0
 
     def told(self, said: Any) -> tuple[int, dict[str, Any]]:
-        """Handles a request to claim or release the server. `said`: the request's JSON. Returns the
-        status and body of the reply.
+        """Handles a request with which a run claims, renews or releases the server. `said`: the
+        request's JSON, {"run": id, "name": description}, without a name to release. Returns the
+        HTTP status and the JSON body of the reply.
         """
         if not isinstance(said, dict):
             return BAD, {"error": "no object"}
@@ -43,7 +44,7 @@ class Ownership:
         return 200, {"status": "claimed"}
 
     def allows(self, run: str) -> bool:
-        """Returns whether requests of the run `run` are allowed: the run holds the server, or no
-        run does.
+        """Returns whether the server accepts requests of the run with id `run`: it holds the
+        server, or no run does.
         """
         return self._run in ("", run)

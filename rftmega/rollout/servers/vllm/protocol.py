@@ -14,7 +14,7 @@ ProtocolError = msgspec.MsgspecError
 
 
 class Ask(msgspec.Struct, array_like=True, tag=0):
-    """Ask is a request for one completion."""
+    """Ask is the message that requests one completion."""
 
     number: int  # the request's sequence number and the checksum of its prompt (`numbered`)
     token_ids: bytes  # int32 in native byte order, equal on both sides
@@ -24,14 +24,14 @@ class Ask(msgspec.Struct, array_like=True, tag=0):
 
 
 class Cancel(msgspec.Struct, array_like=True, tag=1):
-    """Cancel aborts a running request."""
+    """Cancel is the message that aborts a running request, named by its number."""
 
     number: int
 
 
 class ServerReply(msgspec.Struct, array_like=True, tag=0):
-    """ServerReply is the requested completion, or the part generated so far if the request was
-    aborted.
+    """ServerReply is the message with the completion of a request, or with the part generated so
+    far if the request was aborted.
     """
 
     number: int
@@ -46,7 +46,7 @@ class ServerReply(msgspec.Struct, array_like=True, tag=0):
 
 
 class Failure(msgspec.Struct, array_like=True, tag=1):
-    """Failure is the reply to a request for which there is no completion, with the reason."""
+    """Failure is the message that a request has no completion, with the reason."""
 
     number: int
     error: str
@@ -63,12 +63,16 @@ def packed(messages: Sequence[Ask | Cancel] | Sequence[ServerReply | Failure]) -
 
 
 def asked(message: bytes | str) -> list[Ask | Cancel]:
-    """Decodes a message of requests. Raises ProtocolError if the message is invalid."""
+    """Decodes a WebSocket message from the trainer to its requests. Raises ProtocolError if it is
+    invalid.
+    """
     return _decoded(_asked, message)
 
 
 def answered(message: bytes | str) -> list[ServerReply | Failure]:
-    """Decodes a message of replies. Raises ProtocolError if the message is invalid."""
+    """Decodes a WebSocket message from the server to its replies. Raises ProtocolError if it is
+    invalid.
+    """
     return _decoded(_answered, message)
 
 
@@ -82,15 +86,15 @@ def _decoded(decoder: "msgspec.msgpack.Decoder[Any]", message: bytes | str) -> A
 
 
 def numbered(sequence: int, token_ids: bytes) -> int:
-    """Returns the number of a request: its sequence number combined with a checksum of its prompt,
-    so that a completion of another prompt never matches.
+    """Returns the number of a request: its sequence number combined with a checksum of its prompt
+    (`token_ids`: int32 bytes), so that a completion of another prompt never matches.
     """
     return sequence << 32 | zlib.crc32(token_ids)
 
 
 def renumbered(number: int, answered_ids: Sequence[int]) -> int:
-    """Returns the number for a reply to request `number` whose prompt was `answered_ids`. It equals
-    the request's number only if the prompt is the request's.
+    """Returns the number for the reply to the request with number `number`. `answered_ids`: the
+    prompt whose completion the reply has; the numbers are equal only if it is the request's prompt.
     """
     return numbered(number >> 32, integers(answered_ids))
 
@@ -100,7 +104,9 @@ def integers(token_ids: Sequence[int]) -> bytes:
 
 
 def numbers(kind: str, content: bytes) -> "array[Any]":
-    """Decodes `content` as an array with the type code `kind` (of Python's array module)."""
+    """Decodes bytes as an array of numbers. `kind`: type code of Python's array module, "i" for
+    int32 or "f" for float32; `content`: the bytes.
+    """
     found: array[Any] = array(kind)
     found.frombytes(content)
     return found
