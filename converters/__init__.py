@@ -99,9 +99,9 @@ def written(hf_config: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the changes to config.json for an exported folder: field -> new value, or None to
     remove the field.
 
-    An export contains no tensors that are `left_out`, and no quantised weights. An architecture
-    without a table is exported with the tensors that transformers reads, which exclude multi-token
-    prediction layers.
+    An export contains no tensors that the architecture's conversion table lists in `left_out`, and
+    no quantised weights. An architecture without a conversion table is exported with the tensors
+    that transformers reads, which exclude multi-token prediction layers.
     """
     if has_table(hf_config):
         of_family = getattr(_family(hf_config), "written", None)

@@ -113,7 +113,8 @@ class ImageReader:
         return values
 
     def fetch(self, records: Iterable[Record]) -> None:
-        """Downloads the images and videos that records name by URL, several at a time."""
+        """Downloads the images and videos that records name by URL to the media folder, several at a
+        time; later reads find them there."""
         keys = self.config.images_key, self.config.videos_key
         self.fetched.ahead(addresses(records, keys))
 

@@ -14,8 +14,8 @@ MOST = 200_000  # answers in memory; the oldest are evicted first
 
 
 class ReplyCache:
-    """ReplyCache caches replies in memory and optionally in a file, which several processes and
-    runs may share.
+    """ReplyCache caches the replies of a judge model by request, in memory and optionally in a
+    file, which several processes and runs may share.
     """
 
     def __init__(self, path: str = ""):

@@ -126,8 +126,8 @@ class Fill:
         return [(run, views[end - run.number : end]) for run, end in zip(runs, ends, strict=True)]
 
     def note(self, parameter: Tensor, shards: LocalShards, sums: SliceSums) -> None:
-        """Records in `sums` the checksums of the slices that were copied from this process's
-        shards, as they are in the parameter now.
+        """Adds to `sums` the checksums of the slices that were copied from this process's `shards`
+        into `parameter`, computed from the parameter's present values.
         """
         end = 0
         for run in self._sums:

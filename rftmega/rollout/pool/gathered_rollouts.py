@@ -78,7 +78,8 @@ def in_order(where: Mapping[int, int], rollouts: RolloutArrays, tasks: int) -> R
 
 
 def shared(rollouts: Sequence[Rollout | None], host: HostMemory) -> RolloutArrays:
-    """Returns rollouts that every process already has as arrays in shared memory, one copy per
-    host; a collective. `host`: the shared memory.
+    """Moves the arrays of `rollouts`, of which every process has an equal copy, to shared memory,
+    so that each host keeps one copy, and returns the rollouts with these arrays; None (a lost
+    rollout) stays None. A collective. `host`: the shared memory.
     """
     return host.once(lambda: RolloutArrays.of(rollouts))
