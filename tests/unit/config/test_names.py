@@ -25,7 +25,7 @@ KNOWN = list(options())
         ("trainer.total_training_steps", "of verl: trainer.steps", "eval_min_p"),
         (
             "steps_per_generation",
-            "updates_per_epoch is steps_per_generation / gradient_accumulation_steps",
+            "updates_per_epoch to steps_per_generation / gradient_accumulation_steps",
             "Did you mean",
         ),
         ("data.apply_chat_template_kwargs", "of verl: data.chat_template_kwargs", "Did you mean"),

@@ -16,9 +16,9 @@ WELL = {
     "clip_fraction": 0.1, "seconds_rollout": 10.0, "work_rollout": 9.0,
 }  # fmt: skip
 ILL = {  # what makes each of them speak: metric, value
-    "Rewards all equal": ({"varied": 0.05}, "the answers to 95% of the prompts score alike"),
+    "Rewards all equal": ({"varied": 0.05}, "the completions of 95% of the prompts score alike"),
     "Entropy collapsing": ({"entropy": 0.1}, "entropy is 0.1 nats a token, from 1 in the first"),
-    "Length at the cap": ({"truncated": 0.6}, "60% of the answers are cut off"),
+    "Length at the cap": ({"truncated": 0.6}, "60% of the completions are cut off"),
     "Gap rising": ({"logprob_gap_mean": 2e-3}, "differ by 0.002 nats a token, from 2e-05"),
     "Clipped share": ({"clip_fraction": 0.5}, "takes the gradient of 50% of the tokens"),
     "Engine idle": ({"work_rollout": 2.0}, "engines generate in 20% of the rollout's 10 s"),
