@@ -65,7 +65,7 @@ def test_rewards_without_spread_are_told_once(caplog: pytest.LogCaptureFixture) 
     agree, differ = [1.0, 1.0, 0.0, 0.0], [1.0, 0.0, 0.0, 0.0]
     assert warnings(caplog, [agree] * 2, compares_groups=True) == 0
     assert warnings(caplog, [agree] * 9, compares_groups=True) == 1
-    assert "answers to each prompt score alike" in caplog.messages[0]
+    assert "completions of each prompt score alike" in caplog.messages[0]
     assert "mean reward 0.5" in caplog.messages[0]
     assert warnings(caplog, [agree, agree, differ, agree, agree], compares_groups=True) == 0
     assert warnings(caplog, [agree] * 5, compares_groups=False) == 0, (

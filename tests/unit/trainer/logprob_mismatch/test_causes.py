@@ -94,7 +94,7 @@ def test_a_short_answer_that_looks_like_another_prompts_by_rounding_is_at_its_ow
     found = replace(evidence(one_in(2, 5e-4)), other_prompt=torch.tensor([-1, 3, -1, -1]))
     assert "rounding" in cause_of(found, LIMITS).why
     off = replace(evidence(one_in(2, 0.5)), other_prompt=torch.tensor([-1, 3, -1, -1]))
-    assert "answer 1 under the prompt of 3" in cause_of(off, LIMITS).why
+    assert "completion 1 under the prompt of 3" in cause_of(off, LIMITS).why
     none = replace(off, behaviour_logp=off.behaviour_logp.masked_fill(off.mask, float("nan")))
     assert cause_of(none, LIMITS).kind == "tokens"
 
