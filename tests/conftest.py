@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from tests.parts import NEW, parts_of
+from tests.parts import NEW, chosen_part, parts_of
 
 settings.register_profile("rftmega", deadline=None)  # a timing never decides a test
 settings.load_profile("rftmega")
@@ -72,7 +72,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Take the longest files first, so that two workers end together. A new file counts as long."""
     known = json.loads(durations_file(config).read_text())
     files = {item.nodeid.partition("::")[0] for item in items}
-    number, of = map(int, config.getoption("--part").split("/"))
+    try:
+        number, of = chosen_part(config.getoption("--part"))
+    except ValueError as error:
+        raise pytest.UsageError(f"--part: {error}") from None
     chosen = parts_of({file: known.get(file, NEW) for file in files}, of)[number - 1]
     left_out = [item for item in items if item.nodeid.partition("::")[0] not in chosen]
     if left_out:

@@ -2,7 +2,9 @@
 
 import random
 
-from tests.parts import parts_of
+import pytest
+
+from tests.parts import chosen_part, parts_of
 
 
 def test_each_file_is_in_one_part_whatever_the_order_of_the_files() -> None:
@@ -22,3 +24,10 @@ def test_parts_take_about_the_same_time() -> None:
 
 def test_one_part_is_everything() -> None:
     assert parts_of({"a": 1.0, "b": 2.0}, 1) == [{"a", "b"}]
+
+
+@pytest.mark.parametrize("given", ["0/3", "4/3", "2", "a/b", "-1/2", "1/0", ""])
+def test_what_is_no_part_is_refused(given: str) -> None:
+    assert chosen_part("3/3") == (3, 3)
+    with pytest.raises(ValueError, match="is no part"):
+        chosen_part(given)

@@ -1,5 +1,6 @@
 """The launcher of `--processes`: whichever rank fails, its user hears why."""
 
+import gc
 import multiprocessing
 import os
 import signal
@@ -45,6 +46,10 @@ def waits_for_a_request() -> int:
     return 85
 
 
+def collects_its_imports() -> int:
+    return int(gc.get_freeze_count() < 1000)
+
+
 def is_asked_at_once() -> int:
     """Before it could do anything about it."""
     signal.raise_signal(signal.SIGUSR1)
@@ -82,6 +87,10 @@ def launched(call: str) -> subprocess.CompletedProcess[str]:
 def test_what_the_user_can_mend_is_raised_here_whichever_rank_found_it(rank: str) -> None:
     with pytest.raises(RFTMegaError, match="choose another"):
         launch(2, fails, rank, "user", preload=[])
+
+
+def test_collections_in_ranks_do_not_look_at_what_they_are_forked_with() -> None:
+    assert launch(2, collects_its_imports, preload=[]) == 0
 
 
 @pytest.mark.ranks

@@ -48,7 +48,7 @@ ODD = st.sampled_from(
     ]
 )
 CASES = settings(
-    deadline=None, max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    deadline=None, max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 
 

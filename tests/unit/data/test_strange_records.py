@@ -152,7 +152,7 @@ def real(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     return tokenizer(tmp_path_factory.mktemp("qwen3"), FORMATS["qwen3"])
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(
     messages=st.one_of(things, st.lists(st.dictionaries(fields, things, max_size=4), max_size=3))
 )
