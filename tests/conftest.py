@@ -85,7 +85,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """Make collections in tests quick: they don't look at what was imported for them."""
+    """Make collections in tests quick: they don't look at what was imported for them. Commands may
+    be forked in the environment that those imports have left.
+    """
+    if (warm := sys.modules.get("tests.warm_command")) is not None:
+        warm.tests_begin()
     gc.collect()
     gc.freeze()
 

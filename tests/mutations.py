@@ -32,7 +32,6 @@ ROOT = Path(__file__).parents[1]
 LIST = Path(__file__).with_suffix(".jsonl")
 LIMIT = 300  # seconds of one test
 CONTEXT = multiprocessing.get_context("forkserver")  # imports take longer than most tests
-CONTEXT.set_forkserver_preload(["tests.third_party"])
 FAILED = 1  # pytest's exit status: tests were run, and some failed
 # of a process that read memory which the bug had freed
 CRASHED = (-signal.SIGSEGV, -signal.SIGABRT)
@@ -114,6 +113,7 @@ def copied(folder: Path) -> Path:
 def tested(tree: Path, tests: Sequence[str]) -> tuple[int | None, str]:
     """pytest's exit status (None: it took too long), and what it said."""
     said = tree.with_suffix(".said")
+    CONTEXT.set_forkserver_preload(["tests.third_party"])
     process = CONTEXT.Process(target=_pytest, args=(tree, list(tests), said, dict(os.environ)))
     process.start()
     process.join(LIMIT * len(tests))

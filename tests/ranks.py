@@ -25,8 +25,8 @@ CONTEXT = mp.get_context("forkserver")
 # what ranks have imported before they are forked
 LOCAL, TRANSFORMER_ENGINE = "tests.preloaded", "tests.preloaded_te"
 VLLM = "tests.preloaded_command"  # for a file of tests that says `PRELOADED = VLLM`
-CONTEXT.set_forkserver_preload([LOCAL])
-SERVERS = {LOCAL: forkserver.connect_to_new_process}
+# Not multiprocessing's own server: its imports are those that whoever asked last has chosen.
+SERVERS: dict[str, forkserver.ForkServer] = {}
 
 
 class RankFailure(AssertionError):
@@ -102,18 +102,23 @@ def alone(body: Callable[..., Any], *args: Any) -> Any:
             parallel_state.destroy_model_parallel()
 
 
+def server_of(preloaded: str) -> forkserver.ForkServer:
+    """The server that has imported `preloaded`, which starts with the first process that it forks."""
+    if preloaded not in SERVERS:
+        SERVERS[preloaded] = forkserver.ForkServer()
+        SERVERS[preloaded].set_forkserver_preload([preloaded])
+    return SERVERS[preloaded]
+
+
 def start_in(ranks: list[Any], preloaded: str) -> None:
     """Start processes in the server that has imported `preloaded`; multiprocessing knows only one."""
-    if preloaded not in SERVERS:
-        server = forkserver.ForkServer()
-        server.set_forkserver_preload([preloaded])
-        SERVERS[preloaded] = server.connect_to_new_process
-    forkserver.connect_to_new_process = SERVERS[preloaded]
+    usual = forkserver.connect_to_new_process
+    forkserver.connect_to_new_process = server_of(preloaded).connect_to_new_process
     try:
         for process in ranks:
             process.start()
     finally:
-        forkserver.connect_to_new_process = SERVERS[LOCAL]
+        forkserver.connect_to_new_process = usual
 
 
 def _preloaded_of(module: str) -> str:

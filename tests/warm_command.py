@@ -19,7 +19,13 @@ from pathlib import Path
 from tests.ranks import CONTEXT, start_in
 
 PRELOADED = "tests.preloaded_command"
-STARTED = dict(os.environ)  # what the server's modules saw
+STARTED = dict(os.environ)  # what the server's modules see
+
+
+def tests_begin() -> None:
+    """Note the environment: modules that were imported since have added to it, as cv2 does."""
+    STARTED.clear()
+    STARTED.update(os.environ)
 
 
 def is_alike(environment: dict[str, str]) -> bool:
