@@ -32,7 +32,7 @@ def trained_once(manager: Any) -> Any:
     """Takes an optimizer step, so that Adam has its states, and returns the residency."""
     for buffer in manager.model[0].buffers:
         buffer.grad_data.normal_()
-    manager.optimizer_step()
+    manager.take_step()
     return manager.residency
 
 

@@ -36,7 +36,7 @@ def our_step(manager: FSDPModelManager, micro_batches: list[Tensor]) -> None:
             logp, _ = manager.network(fed.arguments, fed.places, fed.targets, 1.0)
             (-logp).sum().backward()
     manager.gather_nothing()
-    manager.optimizer_step()
+    manager.take_step()
 
 
 def plain_step(model: nn.Module, micro_batches: list[Tensor]) -> Callable[[], None]:

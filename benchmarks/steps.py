@@ -47,7 +47,7 @@ def step(
             logits_processor_args=targets, max_batch_seqlen=None,
         )  # fmt: skip
         (-stats["logp"] * mask).sum().backward()
-    manager.optimizer_step()
+    manager.take_step()
 
 
 def packed_body(world: Any, folder: Path) -> dict[str, float]:

@@ -16,7 +16,8 @@ from rftmega.config.tree import options
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("rftmega", "converters", "model_providers")
-KNOWN_BY_ITS_USERS = "rftmega/lightrft"  # keeps LightRFT's names: Experience and Samples
+# they keep the names of others: Experience and Samples, MegatronActor
+KNOWN_BY_THEIR_USERS = ("rftmega/lightrft", "rftmega/rlinf")
 RIDDLES = ("Of", "What", "Whether", "As")
 PLAIN = (
     "rftmega",
@@ -67,7 +68,7 @@ def names_of_several_classes(root: Path) -> list[str]:
     files = defaultdict(list)
     for path in sources(root, PACKAGES):
         where = path.relative_to(root)
-        if where.is_relative_to(KNOWN_BY_ITS_USERS):
+        if any(map(where.is_relative_to, KNOWN_BY_THEIR_USERS)):
             continue
         for node in nodes(path):
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):

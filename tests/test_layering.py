@@ -31,6 +31,7 @@ MAY_IMPORT = {  # imports point up in this table
     "backends": "core config converters data runtime models model_providers checkpoints",
     "run": f"{LEARNED} {RUNTIME} backends",
     "lightrft": f"{LEARNED} {RUNTIME} run",
+    "rlinf": f"{LEARNED} {RUNTIME} backends run",
     "__main__": "config runtime run",
 }
 MAY_NOT = {  # finer than a subpackage: folder -> folders it must not name
@@ -51,7 +52,7 @@ ONLY_IN = {  # outside package -> the folders that may name it
     "megatron.core.parallel_state": "runtime/parallel",
     "torch.cuda": "runtime/device",
     "torch.distributed": "runtime/parallel models/kernels backends/megatron backends/fsdp weights checkpoints rollout/pool "
-    "run monitoring/performance lightrft",
+    "run monitoring/performance lightrft rlinf",
     "torchao": "backends/optimizers",
     "vllm": "rollout/engines rollout/servers weights/receivers",
     "transformers": "data models backends/decoder backends/fsdp model_providers rollout/engines run/conversion",

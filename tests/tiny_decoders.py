@@ -7,6 +7,8 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from rftmega.backends.fsdp.module import Built, meta_model, with_head
+
 VOCABULARY = 131
 DECODER = {
     "vocab_size": VOCABULARY,
@@ -93,3 +95,9 @@ def save_decoder(folder: Path, family: str, **more: Any) -> Path:
     """Writes such a decoder as a Hugging Face folder."""
     tiny(family, **more).save_pretrained(folder)
     return folder
+
+
+def built_of(folder: Path) -> Built:
+    """The network of the model in `folder`, on the meta device."""
+    model, unpacked = meta_model(str(folder))
+    return with_head(model, unpacked, str(folder), value_model=False, head_bias=False)

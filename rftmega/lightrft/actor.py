@@ -9,6 +9,7 @@ from torch import Tensor
 from rftmega.core.interfaces import Policy
 from rftmega.core.types import Metrics, Rows, TokenStats
 from rftmega.lightrft.padded_experience import Samples, per_action, rows_of_canvas
+from rftmega.run.placement.colocated import ColocatedPolicy
 
 Processor = TypeVar("Processor")
 # LightRFT's keyword -> what determines it in rftmega
@@ -72,6 +73,14 @@ class PolicyActor(Generic[Processor]):
         found: Any = self.forward(*given, **settings)  # type: ignore[attr-defined]
         return found
 
+    def _with_gradient(self, rows: Rows) -> TokenStats:
+        if not isinstance(self.module, ColocatedPolicy):
+            return self.log_probs(rows)
+        try:
+            return self.module.forward(rows)
+        except NotImplementedError:  # strategy.backward says why
+            return self.log_probs(rows)
+
     def _rows(
         self,
         sequences: Tensor,
@@ -95,9 +104,10 @@ class PolicyActor(Generic[Processor]):
 
     def _forward_result(self, rows: Rows, return_output: bool) -> Any:
         """Returns the result of `forward` for rows that contain their images and waveforms:
-        log-probs, and with `return_output` also the TokenStats.
+        log-probs, and with `return_output` also the TokenStats. They have a gradient if torch
+        records gradients and the model has no pipeline stages.
         """
-        stats = self.log_probs(rows)
+        stats = self._with_gradient(rows) if torch.is_grad_enabled() else self.log_probs(rows)
         found = per_action(stats.logp, rows)
         if self.packing_samples:
             found = found[per_action(rows.mask, rows)][None]

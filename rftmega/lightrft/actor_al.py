@@ -41,11 +41,13 @@ class ActorAL(PolicyActor[AudioProcessor]):
         `sequences` [B, S]: left-padded prompts and right-padded responses. `num_actions`: A, the
         number of columns of the responses; if packed, the length of each response. `audio_values`
         [I, M, T] are the frames of the rows' waveforms, row by row; `feature_attention_mask` [I, T]
-        marks the frames that contain sound. Prompts must have a placeholder for each feature. Every
-        process calls the method with the whole batch. It computes no gradient (`step` trains). With
-        `return_output` it returns (log-probs, TokenStats of all targets); `return_aligned_inputs`
-        appends the sequences and their mask, unchanged. Raises ValueError for images and videos,
-        and if rows and waveforms don't match.
+        marks the frames that contain sound. Prompts must have a placeholder for each feature. Under
+        torch.no_grad() every process calls the method with the whole batch, in any layout.
+        Otherwise the result has a gradient for `strategy.backward`, each process computes its own
+        rows, and processes that share layers must pass the same rows. With `return_output` it
+        returns (log-probs, TokenStats of all targets); `return_aligned_inputs` appends the
+        sequences and their mask, unchanged. Raises ValueError for images and videos, and if rows
+        and waveforms don't match.
         """
         seen = (pixel_values, image_grid_thw, pixel_values_videos, video_grid_thw)
         if any(each is not None for each in seen):

@@ -35,10 +35,12 @@ class ActorVL(PolicyActor[ImageProcessor]):
         number of columns of the responses; if packed, the length of each response, and
         `packed_seq_lens` is the length of each sequence. `pixel_values...` and `..._grid_thw`:
         patches and grids of the images and videos of all rows, as transformers' processor makes
-        them. Every process calls the method with the whole batch. It computes no gradient (`step`
-        trains). With `return_output` it returns (log-probs, TokenStats of all targets). In videos,
-        two successive frames are assumed to last one second, the default of transformers. Raises
-        ValueError if rows and images don't match.
+        them. Under torch.no_grad() every process calls the method with the whole batch, in any
+        layout. Otherwise the result has a gradient for `strategy.backward`, each process computes
+        its own rows, and processes that share layers must pass the same rows. With `return_output`
+        it returns (log-probs, TokenStats of all targets). In videos, two successive frames are
+        assumed to last one second, the default of transformers. Raises ValueError if rows and
+        images don't match.
         """
         rows = self._rows(sequences, num_actions, attention_mask, packed_seq_lens)
         patches = Patches(pixel_values, image_grid_thw, pixel_values_videos, video_grid_thw)

@@ -60,6 +60,7 @@ class LightRFTStrategy(StrategyBase):
         self.reward_model: ValueModel | None = strategy.reward_model
         self.engine: RolloutEngine = strategy.engine
         self._versions = count()  # versions of the pushes of `update_engine_weights`
+        self._accumulates = False  # whether `backward` has added gradients since the last step
 
     def close(self) -> None:
         """Stops the engine. Must be called before the process groups are destroyed."""
@@ -91,18 +92,49 @@ class LightRFTStrategy(StrategyBase):
         return audio_processor_of(self.config.model.path)
 
     def backward(self, loss: Any, model: Any, optimizer: Any, **kwargs: Any) -> None:
-        """Raises NotImplementedError, since Megatron's schedule can't run the backward pass of a
-        loss that was computed outside it.
+        """Adds the gradient of `loss`, a scalar that was computed from `model`'s log-probs with
+        gradient; `optimizer_step` averages over the processes. `optimizer` is ignored.
+
+        Raises NotImplementedError if the model has pipeline stages, whose schedule runs forward and
+        backward passes together, and ValueError if `loss` has no gradient.
         """
-        raise _the_schedules("backward")
+        self._refuse_another(model)
+        actor = self.unwrap_model(model)
+        manager = actor.manager
+        if refuse := getattr(manager, "refuse_schedule", None):  # Megatron's
+            refuse("backward")
+        if not loss.requires_grad:
+            raise ValueError(
+                "backward: the loss has no gradient. Compute it from the actor's log-probs outside torch.no_grad()."
+            )
+        if not self._accumulates:  # what an earlier step has left
+            manager.zero_grad()
+        self._accumulates = True
+        manager.backward(loss)
 
     def optimizer_step(
         self, optimizer: Any, model: Any, scheduler: Any, name: str = "model", **kwargs: Any
     ) -> None:
-        """Raises NotImplementedError, since Megatron's schedule runs the backward pass and the
-        optimizer step in one call.
+        """Takes an optimizer step of `model` on the gradients of all `backward` calls since the last
+        one: their sum, averaged over the processes that computed different rows. Clips the
+        gradient and advances the learning-rate schedule as `policy.step` does. A step with
+        non-finite gradients is skipped, and printed under `name`.
+
+        `optimizer` and `scheduler` are the model's own. Raises RuntimeError without a gradient.
         """
-        raise _the_schedules("optimizer_step")
+        self._refuse_another(model)
+        if not self._accumulates:
+            raise RuntimeError("optimizer_step: there is no gradient. Call backward first.")
+        self._accumulates = False
+        actor = self.unwrap_model(model)
+        manager = actor.manager
+        manager.average_gradients()
+        taken, _ = manager.take_step()
+        manager.zero_grad()
+        if taken:
+            actor.runner.after_step()
+        else:
+            self.print(f"{name}: a step was skipped, since its gradients are not finite.")
 
     def create_optimizer(self, model: Any, **kwargs: Any) -> Any:
         """Returns the optimizer with which the model was built.
@@ -126,7 +158,7 @@ class LightRFTStrategy(StrategyBase):
                 f"max_steps={max_steps}, but the policy's (trainer.steps - critic.warmup_steps) x steps_per_rollout = {planned}. "
                 "Change the config."
             )
-        return self.unwrap_model(model).manager.scheduler
+        return self.unwrap_model(model).manager.lr_scheduler
 
     def unwrap_model(self, model: Any) -> Any:
         """Returns the MegatronActor of this strategy's policy, or the MegatronCritic of its critic.
@@ -276,10 +308,3 @@ class LightRFTStrategy(StrategyBase):
             raise ValueError(
                 f"{type(model).__name__} is not this strategy's policy, whose weights alone it pushes."
             )
-
-
-def _the_schedules(name: str) -> NotImplementedError:
-    return NotImplementedError(
-        f"{name}: Megatron's schedule runs forward, backward and step of all stages and micro-batches together. "
-        "Call policy.step(experience, loss_fn), which returns the metrics."
-    )

@@ -35,6 +35,8 @@ from rftmega.runtime.parallel.watchdog import HUNG
 
 FROZEN = "rftmega.runtime.parallel.frozen_imports"  # after all other imports
 GRACE = 2.0  # seconds
+# Ranks that are killed leave semaphores. multiprocessing's tracker removes them, without a warning.
+LEAKED = "ignore:resource_tracker:UserWarning"
 COMPLAINTS, STOP = "complaints", "stop"
 
 
@@ -145,6 +147,8 @@ def _start_server(preload: Sequence[str]) -> None:
     """
     multiprocessing.set_forkserver_preload([fork_server.__name__, *preload, FROZEN])
     os.environ[fork_server.LAUNCHER] = str(os.getpid())
+    filters = os.environ.get("PYTHONWARNINGS")
+    os.environ["PYTHONWARNINGS"] = ",".join(filter(None, (filters, LEAKED)))
     handlers = {
         number: signal.signal(number, signal.SIG_IGN)
         for number in (signal.SIGINT, *preemption.SIGNALS)
@@ -152,7 +156,9 @@ def _start_server(preload: Sequence[str]) -> None:
     try:
         forkserver.ensure_running()
     finally:
-        del os.environ[fork_server.LAUNCHER]
+        del os.environ[fork_server.LAUNCHER], os.environ["PYTHONWARNINGS"]
+        if filters is not None:
+            os.environ["PYTHONWARNINGS"] = filters
         for number, handler in handlers.items():
             signal.signal(number, handler)
 

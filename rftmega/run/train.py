@@ -32,7 +32,10 @@ def built_backend(config: RunConfig) -> "Backend":
     return backend
 
 
-def _tokenizer(config: RunConfig, tools: Sequence[dict[str, Any]] = ()) -> "Tokenizer":
+def tokenizer_of(config: RunConfig, tools: Sequence[dict[str, Any]] = ()) -> "Tokenizer":
+    """Returns the tokenizer of the model's folder with the chat options of `data.*`; `tools`:
+    specifications of the tools that the template shows.
+    """
     from rftmega.data.tokenizer import Chat, Tokenizer
 
     trusted, chat = config.model.trust_remote_code, Chat.of(config.data, tools=tools)
@@ -51,7 +54,7 @@ def reinforce(config: RunConfig) -> int:
     from rftmega.rewards import MajorityReward, Reasoning, check_prompts, create
     from rftmega.runtime.parallel.environment import whole_number
 
-    tokenizer = _tokenizer(config, environments.specs_of(config.environment))
+    tokenizer = tokenizer_of(config, environments.specs_of(config.environment))
     environment = environments.create(config.environment, tokenizer)
 
     def check(prompts: "Sequence[Prompt]") -> None:
@@ -124,7 +127,7 @@ def look(config: RunConfig, most: int) -> str:
     from rftmega.data.splits import given_of, prompts_of, ptx_of
     from rftmega.rewards import Reasoning, check_prompts, create
 
-    tokenizer = _tokenizer(config)
+    tokenizer = tokenizer_of(config)
     files = [config.data.train, *config.data.sources, *config.data.held_out.values()]
     files += [config.data.ptx]
     said = f"the first {most} records of {', '.join(filter(None, files))}"
@@ -149,7 +152,7 @@ def supervise(config: RunConfig) -> int:
     """
     from rftmega.data.splits import given_of
 
-    tokenizer = _tokenizer(config)
+    tokenizer = tokenizer_of(config)
     rows, held_out = given_of(config, tokenizer)
 
     from rftmega.monitoring.callbacks import callbacks_of

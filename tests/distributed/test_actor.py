@@ -199,7 +199,7 @@ def mini_batch_body(world: Any, folder: Path) -> Any:
     metrics = take_steps(
         actor, experience_of_plain(actor, rows_of(ROWS, PROMPTS)), policy_loss(), mini_batches
     )
-    steps = actor.manager.scheduler.num_steps - 1
+    steps = actor.manager.lr_scheduler.num_steps - 1
     broken = experience_of_plain(actor, rows_of(ROWS, PROMPTS))
     advantage = broken.advantage.clone()
     advantage[0] = torch.inf  # in the first mini-batch only
@@ -211,7 +211,7 @@ def mini_batch_body(world: Any, folder: Path) -> Any:
             return each[-1]
 
     mean = take_steps(Noted(), replace(broken, advantage=advantage), policy_loss(), mini_batches)
-    return metrics, steps, mean, each, actor.manager.scheduler.num_steps - 1
+    return metrics, steps, mean, each, actor.manager.lr_scheduler.num_steps - 1
 
 
 def test_as_many_steps_as_asked_for_and_a_skipped_one_leaves_the_others_metrics(

@@ -12,13 +12,12 @@ import torch.distributed as dist
 from rftmega.backends.decoder.parameter_places import places_of, plans_of, read
 from rftmega.backends.decoder.tensor_plan import partial_of, splits_of, styles_of
 from rftmega.backends.fsdp.feed import feed
-from rftmega.backends.fsdp.module import build
 from rftmega.backends.fsdp.sharding import materialise
 from rftmega.backends.fsdp.tensor_parallel import share_layers
 from rftmega.models.hf.hf_folder import HFFolder
 from tests.chosen import chosen
 from tests.ranks import run_ranks
-from tests.tiny_decoders import FAMILIES, VOCABULARY, save_decoder
+from tests.tiny_decoders import FAMILIES, VOCABULARY, built_of, save_decoder
 from tests.unit.backends.fsdp.test_families import (
     LENGTHS,
     TEMPERATURE,
@@ -48,7 +47,7 @@ def shared_body(world: Any, folders: dict[str, Path]) -> dict[str, Any]:
 
 def shared(folder: Path) -> Any:
     files = HFFolder(folder)
-    built = build(str(folder), value_model=False, head_bias=False)
+    built = built_of(folder)
     model = built.model
     parameters = dict(built.network.named_parameters())
     shapes = {name: tuple(parameters[own].shape) for own, name in built.names.items()}

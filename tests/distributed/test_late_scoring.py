@@ -116,7 +116,7 @@ def body(world: Any, folder: Path, parallel: ParallelConfig, late: bool, refuses
             trainer.train_step(PROMPTS)
         ((old, seen),) = gate.seen
         assert all(torch.equal(x, before[name]) for name, x in (seen | weights()).items())
-        return old, actor.manager.scheduler.num_steps
+        return old, actor.manager.lr_scheduler.num_steps
     for _ in range(3):
         metrics.append(trainer.train_step(PROMPTS))
     return metrics, experiences, weights(), passes

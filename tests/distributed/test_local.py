@@ -50,6 +50,12 @@ def collects_its_imports() -> int:
     return int(gc.get_freeze_count() < 1000)
 
 
+def is_killed_with_a_semaphore() -> int:
+    held = multiprocessing.get_context("spawn").Semaphore()
+    os.kill(os.getpid() if held else 0, signal.SIGKILL)
+    return 0
+
+
 def is_asked_at_once() -> int:
     """Before it could do anything about it."""
     signal.raise_signal(signal.SIGUSR1)
@@ -100,6 +106,12 @@ def test_anything_else_is_a_traceback_with_the_rank_before_it() -> None:
     assert "[rank 1] ValueError: boom" in done.stderr
     assert "error: rank 1 (pid" in done.stderr
     assert "exited with 1; the other ranks were ended" in done.stderr
+
+
+def test_what_killed_ranks_leave_is_removed_without_a_word() -> None:
+    done = launched("launch(1, is_killed_with_a_semaphore, preload=[])")
+    assert "was killed by SIGKILL" in done.stderr
+    assert "resource_tracker" not in done.stderr
 
 
 @pytest.mark.ranks

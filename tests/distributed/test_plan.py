@@ -276,13 +276,13 @@ def sharded_body(
     loss = value_loss() if value else policy_loss()
     model.step(experience, loss)
     found: dict[str, int] = {}
-    taken = model.manager.optimizer_step
+    taken = model.manager.take_step
 
     def noted() -> Any:
         found.update(model.manager.residency.bytes())
         return taken()
 
-    model.manager.optimizer_step = noted
+    model.manager.take_step = noted
     step = most_bytes(lambda: model.step(experience, loss), without=OF_A_CPU, times=3)
     score = model.values if value else model.log_probs
     return Measured(found, step, most_bytes(lambda: score(rows), without=OF_A_CPU, times=3))

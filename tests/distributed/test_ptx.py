@@ -55,7 +55,7 @@ def body(world: Any, folder: Path, parallel: ParallelConfig, updates_per_epoch: 
     metrics = [
         take_steps(actor, experience, policy_loss(), cut, auxiliary=auxiliary) for _ in range(2)
     ]
-    steps = actor.manager.scheduler.num_steps - 1
+    steps = actor.manager.lr_scheduler.num_steps - 1
     return (
         metrics,
         steps,

@@ -58,7 +58,7 @@ def planned_body(world: Any, folder: Path) -> int:
     chosen = config(folder, "linear")
     return MegatronCritic(
         chosen, Topology.create(chosen.parallel, seed=1)
-    ).manager.scheduler.lr_decay_steps
+    ).manager.lr_scheduler.lr_decay_steps
 
 
 def by_hand(schedule: str, step: int, steps: int) -> float:

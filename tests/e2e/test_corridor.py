@@ -21,9 +21,9 @@ def calls_body(world: object, config: Path, output: Path) -> list[str]:
     from rftmega.runtime.parallel import process_group
 
     found: list[str] = []
-    real = MegatronModelManager.optimizer_step
+    real = MegatronModelManager.take_step
 
-    def optimizer_step(self: MegatronModelManager) -> tuple[bool, float]:
+    def take_step(self: MegatronModelManager) -> tuple[bool, float]:
         real_step = self.optimizer.step_with_ready_grads
 
         def step() -> object:
@@ -36,7 +36,7 @@ def calls_body(world: object, config: Path, output: Path) -> list[str]:
         return real(self)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(MegatronModelManager, "optimizer_step", optimizer_step)
+        patch.setattr(MegatronModelManager, "take_step", take_step)
         patch.setattr(process_group, "start", lambda **_: nullcontext(world))
         patch.setattr(sys, "argv", ["train_rl.py", str(config), "rollout.engine=scripted", "trainer.steps=1",
                                     f"trainer.output={output}", "trainer.export=false", "trainer.eval_every=0"])  # fmt: skip

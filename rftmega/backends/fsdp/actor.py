@@ -18,13 +18,15 @@ class FSDPActor(FSDPModel):
     Every process calls its methods with the whole batch and gets the whole result.
     """
 
-    def __init__(self, cfg: RunConfig, placement: ShardingMesh):
+    def __init__(
+        self, cfg: RunConfig, placement: ShardingMesh, *, manager: FSDPModelManager | None = None
+    ):
         """Builds the model and its optimizer and loads the weights.
 
-        Log-probs are those of the sampling distribution, at the temperature
-        `cfg.rollout.temperature`.
+        `manager`: has built the model already; None: a new one. Log-probs are those of the sampling
+        distribution, at the temperature `cfg.rollout.temperature`.
         """
-        super().__init__(FSDPModelManager(cfg, placement), placement)
+        super().__init__(manager or FSDPModelManager(cfg, placement), placement)
         self.manager.setup_model_and_optimizer()
         self.runner = FSDPRunner(self.manager, TokenStats)
         residency, weights = self.manager.residency, self.manager.weights

@@ -11,6 +11,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
+from transformers import PreTrainedModel
 
 from rftmega.backends.decoder.describe import tower_of
 from rftmega.backends.decoder.meta_decoder import describe
@@ -24,7 +26,13 @@ from rftmega.backends.decoder.parameter_places import (
 from rftmega.backends.decoder.tensor_plan import Split, partial_of, splits_of, styles_of
 from rftmega.backends.fsdp.adapters import ShardedAdapters, compare_copies
 from rftmega.backends.fsdp.mesh import ShardingMesh
-from rftmega.backends.fsdp.module import VALUE_BIAS, VALUE_WEIGHT, Built, build
+from rftmega.backends.fsdp.module import (
+    VALUE_BIAS,
+    VALUE_WEIGHT,
+    Built,
+    meta_model,
+    with_head,
+)
 from rftmega.backends.fsdp.sharding import local, materialise, shard_parameters, sharded_modules
 from rftmega.backends.fsdp.tensor_parallel import share_layers
 from rftmega.backends.fsdp.weight import Weight
@@ -32,7 +40,7 @@ from rftmega.backends.runner.gradient_check import ActiveAdapters
 from rftmega.backends.runner.learning_rate import learning_rate
 from rftmega.checkpoints import frozen_weights
 from rftmega.checkpoints.reader import is_distributed
-from rftmega.config import RunConfig
+from rftmega.config import OptimizerConfig, RunConfig
 from rftmega.core.errors import CheckpointError
 from rftmega.core.json_files import read_json_object
 from rftmega.core.media_positions import PlacedImage, RowImages, images_of
@@ -72,10 +80,16 @@ class FSDPModelManager:
                 "Convert it with `python tools/convert.py to-hf`, or take backend=megatron."
             )
         files = HFFolder(cfg.model.path)
-        built = build(cfg.model.path, value_model=value_model, head_bias=VALUE_BIAS in files)
-        self.network, self.model = built.network, built.model
-        self.unpacked = built.unpacked  # why rows are padded; None: they are packed
         path = cfg.model.path
+        self.unpacked: str | None = None  # why rows are padded; None: they are packed
+        built = with_head(
+            self.model_provider_func(),
+            self.unpacked,
+            path,
+            value_model=value_model,
+            head_bias=VALUE_BIAS in files,
+        )
+        self.network, self.model = built.network, built.model
         self.description = describe(self.model, tower_of(path, self.model.config))
         places = self._places(files, built)
         names = built.names
@@ -105,7 +119,7 @@ class FSDPModelManager:
         if self.adapters is not None:
             self._adapt(self.adapters)
         self.optimizer: torch.optim.AdamW | None = None
-        self.schedule_steps = 0
+        self.lr_scheduler: LambdaLR | None = None
         self._pushed_is_old = True
         self._reached = ActiveAdapters()
         # adapter dropout; processes that compute the same rows drop the same elements
@@ -113,6 +127,13 @@ class FSDPModelManager:
         if self.adapters is not None and cfg.model.lora.dropout:
             self.dropped = RandomStream(cfg.trainer.seed + placement.data_rank)
         self.residency = Residency(self._parts, finish=self.finish_param_sync)
+
+    def model_provider_func(self) -> PreTrainedModel:
+        """Builds the transformers model on the meta device, without its weights, and sets
+        `unpacked`; a subclass may override it to change the model's modules.
+        """
+        model, self.unpacked = meta_model(self.cfg.model.path)
+        return model
 
     @property
     def on_host(self) -> bool:
@@ -300,7 +321,12 @@ class FSDPModelManager:
         return [weight.rows for weight in self.trained]
 
     def setup_model_and_optimizer(self) -> None:
-        """Builds the AdamW optimizer (Loshchilov and Hutter, arXiv:1711.05101) over this process's
+        """Builds the optimizer and the learning-rate schedule of this process's rows."""
+        self.optimizer = self.adamw()
+        self.lr_scheduler = self.build_lr_scheduler(self.optimizer, self.cfg.optimizer)
+
+    def adamw(self) -> torch.optim.AdamW:
+        """Returns an AdamW optimizer (Loshchilov and Hutter, arXiv:1711.05101) of this process's
         rows.
         Norms and biases are exempt from weight decay.
         """
@@ -311,12 +337,20 @@ class FSDPModelManager:
             {"params": [weight.rows for weight in decays], "weight_decay": chosen.weight_decay},
             {"params": [weight.rows for weight in exempt], "weight_decay": 0.0},
         ]
-        self.optimizer = torch.optim.AdamW(
+        return torch.optim.AdamW(
             groups,
             lr=chosen.learning_rate,
             betas=(chosen.beta1, chosen.beta2),
             eps=chosen.epsilon,
         )
+
+    def build_lr_scheduler(
+        self, optimizer: torch.optim.Optimizer, optim_config: OptimizerConfig
+    ) -> LambdaLR:
+        """Returns the schedule of `learning_rate` for the planned steps of this model, which sets
+        the learning rate of `optimizer`; every group gets the same one.
+        """
+        return _schedule(optimizer, optim_config, self.steps_planned, taken=0)
 
     @property
     def steps_planned(self) -> int:
@@ -325,9 +359,22 @@ class FSDPModelManager:
         return (self.cfg.trainer.steps - frozen) * self.cfg.algorithm.steps_per_rollout
 
     @property
+    def schedule_steps(self) -> int:
+        """Returns the number of optimizer steps that the learning-rate schedule has advanced by."""
+        return 0 if self.lr_scheduler is None else self.lr_scheduler.last_epoch
+
+    @schedule_steps.setter
+    def schedule_steps(self, taken: int) -> None:
+        assert self.optimizer is not None, "this model only scores"
+        self.lr_scheduler = _schedule(
+            self.optimizer, self.cfg.optimizer, self.steps_planned, taken=taken
+        )
+
+    @property
     def learning_rate(self) -> float:
         """Returns the learning rate of the next optimizer step."""
-        return learning_rate(self.cfg.optimizer, self.schedule_steps + 1, steps=self.steps_planned)
+        assert self.lr_scheduler is not None, "this model only scores"
+        return float(self.lr_scheduler.get_last_lr()[0])
 
     def train(self, learning: bool) -> None:
         """Switches the model to training (`learning`) or to scoring; only adapters have dropout."""
@@ -361,6 +408,17 @@ class FSDPModelManager:
             module.set_requires_all_reduce(is_last_micro_batch)
         return nullcontext() if self.dropped is None else self.dropped.drawn_from()
 
+    def backward(self, loss: Tensor) -> None:
+        """Adds the gradient of a loss that was computed from `ModelRunner.forward`."""
+        loss.backward()
+        self.gather_nothing()
+
+    def average_gradients(self) -> None:
+        """Divides the gradients that `backward` added, which are sums over the processes: their mean
+        over the processes that computed different rows.
+        """
+        self.divide_gradients(self.placement.data)
+
     @torch.no_grad()
     def divide_gradients(self, count: int) -> None:
         """Divides the gradients, which are sums over all micro-batches and processes, by the global
@@ -390,13 +448,13 @@ class FSDPModelManager:
         self._reached.refuse_lost(_gradients(self.adapters.weights), _gradients(weights))
 
     @torch.no_grad()
-    def optimizer_step(self) -> tuple[bool, float]:
+    def take_step(self) -> tuple[bool, float]:
         """Clips the gradients, takes an optimizer step and advances the schedule; returns (whether
         the step was taken, global gradient norm before clipping).
         If the norm is not finite, no process takes the step: weights, optimizer state and schedule
         stay as they are, and the returned norm is NaN.
         """
-        assert self.optimizer is not None, "this model only scores"
+        assert self.lr_scheduler is not None, "this model only scores"
         with span("optimizer step"):
             grad_norm = self._grad_norm()
             taken = math.isfinite(grad_norm)
@@ -406,14 +464,12 @@ class FSDPModelManager:
                 self._step()
                 self.residency.changed()
                 self.rows_changed()
-                self.schedule_steps += 1
+                self.lr_scheduler.step()
             self.zero_grad()
         return taken, grad_norm if taken else math.nan
 
     def _step(self) -> None:
         assert self.optimizer is not None
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.learning_rate
         for weight in self.trained:
             gradient = weight.parameter.grad
             weight.rows.grad = None if gradient is None else local(gradient)
@@ -443,7 +499,7 @@ class FSDPModelManager:
         """
         self.residency.off(PARAMETERS, *([GRADIENTS] if offload_grad else []))
 
-    def load_param_and_grad(self, load_grad: bool = False) -> None:
+    def load_param_and_grad(self, *, load_grad: bool = False) -> None:
         """Moves this process's rows of the parameters back to the device and, with `load_grad`, of
         the gradients.
         """
@@ -490,6 +546,17 @@ class FSDPModelManager:
 
 def _decays(weight: Weight) -> bool:
     return weight.parameter.dim() > 1 and not weight.name.endswith("bias")
+
+
+def _schedule(
+    optimizer: torch.optim.Optimizer, chosen: OptimizerConfig, steps: int, *, taken: int
+) -> LambdaLR:
+    """Returns the schedule of `learning_rate` after `taken` of `steps` optimizer steps."""
+    for group in optimizer.param_groups:
+        group["initial_lr"] = 1.0  # LambdaLR multiplies it by the function's value
+    return LambdaLR(
+        optimizer, lambda done: learning_rate(chosen, done + 1, steps=steps), last_epoch=taken - 1
+    )
 
 
 def _gradients(weights: Iterable[Weight]) -> list[Tensor]:

@@ -136,11 +136,11 @@ class Built:
     unpacked: str | None  # why rows are padded instead of packed
 
 
-def build(path: str, *, value_model: bool, head_bias: bool) -> Built:
-    """Builds the model of a folder's config.json on the meta device, in float32.
+def meta_model(path: str) -> tuple[PreTrainedModel, str | None]:
+    """Builds the transformers model of a folder's config.json on the meta device, in float32.
+    Returns it and the reason why its rows must be padded, or None if they can be packed.
 
-    `value_model`: a value head, with a bias if `head_bias`, replaces the LM head. Raises
-    CheckpointError if transformers can't build the model, or if it can't be run correctly.
+    Raises CheckpointError if transformers can't build the model.
     """
     config = read_config(path)
     unpacked = None
@@ -153,16 +153,27 @@ def build(path: str, *, value_model: bool, head_bias: bool) -> Built:
         unpacked = f"it has no attention {error}"
     if unpacked is not None:
         model = _with_its_own_attention(path, config)
+    return model, unpacked
+
+
+def with_head(
+    model: PreTrainedModel, unpacked: str | None, path: str, *, value_model: bool, head_bias: bool
+) -> Built:
+    """Adds a head that computes log-probs to a transformers model of the folder `path`; with
+    `value_model` a value head, which has a bias if `head_bias`. `unpacked`: see `meta_model`.
+
+    Raises CheckpointError if the model can't be run correctly.
+    """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     if value_model:
-        hidden = config.get_text_config().hidden_size
+        hidden = model.config.get_text_config().hidden_size
         with torch.device("meta"):
             head: LogProbHead | ValueLayer = ValueLayer(hidden, bias=head_bias)
         for parameter, name in zip(head.parameters(), (VALUE_WEIGHT, VALUE_BIAS), strict=False):
             names[id(parameter)] = name
     else:
         head = LogProbHead(output_head(model))
-    sees = config.model_type in SEEING
+    sees = model.config.model_type in SEEING
     if sees and unpacked is not None:
         raise CheckpointError(
             f"{path}: {unpacked}, so its rows would be padded, and rows with images are packed. Take backend=megatron."

@@ -79,6 +79,11 @@ class FSDPModel:
         """Returns the method that takes one optimizer step, `ModelRunner.step`."""
         return self.runner.step
 
+    @property
+    def forward(self) -> Callable[..., Any]:
+        """Returns the method that runs rows with gradient, `ModelRunner.forward`."""
+        return self.runner.forward
+
     def averaged(self) -> AbstractContextManager[None] | None:
         """Returns a context in which the model computes with its averaged weights; None if no
         average is kept.

@@ -23,8 +23,16 @@ class MegatronActor(MegatronModel):
     Every process calls its methods with the whole batch and gets the whole result.
     """
 
-    def __init__(self, cfg: RunConfig, placement: Topology, role: str = "actor"):
-        """Builds the model and loads its weights.
+    def __init__(
+        self,
+        cfg: RunConfig,
+        placement: Topology,
+        role: str = "actor",
+        *,
+        manager: MegatronModelManager | None = None,
+    ):
+        """Builds the model and loads its weights. `manager`: has built the model already; None: a
+        new one.
 
         `role`: "actor", or "reference" for a model that only scores (no optimizer). Log-probs are
         those of the sampling distribution, at the temperature `cfg.rollout.temperature`.
@@ -33,7 +41,7 @@ class MegatronActor(MegatronModel):
             raise ValueError(
                 f"role={role!r} is unknown. Choose actor or reference; a value model is a MegatronCritic."
             )
-        super().__init__(MegatronModelManager(cfg, placement), placement)
+        super().__init__(manager or MegatronModelManager(cfg, placement), placement)
         if role == "actor":
             self.prepare_to_learn()
         self.runner = MegatronRunner(

@@ -342,10 +342,10 @@ class MegatronModelManager:
         with self.topology.active():
             self.model = [self._wrap(chunk, number) for number, chunk in enumerate(self.chunks)]
             self.optimizer = self._build_optimizer()
-        self.scheduler = self._build_scheduler()
+        self.lr_scheduler = self._build_scheduler()
         # optimizer step k uses step k of the schedule, so that a warm-up does not start at a
         # learning rate of 0
-        self.scheduler.step(1)
+        self.lr_scheduler.step(1)
         self.config.grad_scale_func = self.optimizer.scale_loss
         self.config.finalize_model_grads_func = finalize_model_grads
         if self.cfg.optimizer.overlap_grad_reduce:
@@ -436,7 +436,36 @@ class MegatronModelManager:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
 
-    def optimizer_step(self) -> tuple[bool, float]:
+    def refuse_schedule(self, wanted: str) -> None:
+        """Raises NotImplementedError if only Megatron's schedule can run this model's backward pass.
+        `wanted`: the call that needs a backward pass of its own.
+        """
+        if self.cfg.parallel.pipeline > 1:
+            raise NotImplementedError(
+                f"{wanted}: with parallel.pipeline={self.cfg.parallel.pipeline} the schedule runs forward and backward passes of "
+                "all stages and micro-batches together. Call policy.step(experience, loss_fn), or set parallel.pipeline=1."
+            )
+        if self.cfg.optimizer.overlap_grad_reduce:
+            raise NotImplementedError(
+                f"{wanted}: optimizer.overlap_grad_reduce=true exchanges gradients in the first backward pass of a step. Set it "
+                "to false, or call policy.step(experience, loss_fn)."
+            )
+
+    def backward(self, loss: Tensor) -> None:
+        """Adds the gradient of a loss that was computed from `ModelRunner.forward`."""
+        with self.topology.active():
+            loss.backward()
+
+    def average_gradients(self) -> None:
+        """Exchanges the gradients that `backward` added: their mean over the processes that computed
+        different rows.
+        """
+        with self.topology.active():
+            finalize_model_grads(self.model)
+            for chunk in self.model:
+                chunk.scale_gradients(1 / self.topology.data)
+
+    def take_step(self) -> tuple[bool, float]:
         """Clips the gradients, takes an optimizer step and advances the schedule; returns (whether
         the step was taken, global gradient norm before clipping).
         If the norm is not finite, no process takes the step: weights, optimizer state and schedule
@@ -452,7 +481,7 @@ class MegatronModelManager:
                     self.optimizer.step_with_ready_grads()
                     self._gather_is_due = True
                     self.residency.changed()
-                    self.scheduler.step(1)
+                    self.lr_scheduler.step(1)
                     taken = True
             # main parameters have gradients of their own, which are not needed any more
             self.optimizer.zero_grad()

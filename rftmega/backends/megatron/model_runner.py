@@ -73,6 +73,12 @@ class MegatronRunner(ModelRunner):
             self.manager.refuse_lost_gradient()
         return found
 
+    def _forward(self, batch: MicroBatch) -> Any:
+        self.manager.refuse_schedule("A forward pass with gradient")
+        with self.topology.active():
+            _, finish = self.forward_step(iter([batch]), self.manager.model[0])
+            return finish(None)
+
     def forward_step(self, batches: Iterator[MicroBatch], model: Any) -> tuple[Any, Any]:
         """Runs the next micro-batch of `batches` through one pipeline chunk, for Megatron's
         schedule.

@@ -234,9 +234,9 @@ def schedule_steps(manager: MegatronModelManager) -> int:
     """Returns the number of optimizer steps taken, according to the learning-rate schedule, whose
     own counter is one step ahead.
     """
-    return int(manager.scheduler.num_steps) - 1
+    return int(manager.lr_scheduler.num_steps) - 1
 
 
 def set_schedule_steps(manager: MegatronModelManager, steps: int) -> None:
-    manager.scheduler.num_steps = steps + 1
-    manager.scheduler.step(0)
+    manager.lr_scheduler.num_steps = steps + 1
+    manager.lr_scheduler.step(0)

@@ -89,7 +89,7 @@ class StepModel(Protocol):
 
     def zero_grad(self) -> None: ...
 
-    def optimizer_step(self) -> tuple[bool, float]:
+    def take_step(self) -> tuple[bool, float]:
         """Takes an optimizer step; returns (whether the step was taken, global gradient norm before
         clipping).
         """
@@ -173,6 +173,24 @@ class ModelRunner:
         if record:
             return replace(stats, routes=self._gathered_routes(rows, indices, batches))
         return stats
+
+    def forward(self, rows: Rows) -> Any:
+        """Returns the statistics of the target tokens [B, T] of this process's own `rows`, on the
+        host and with gradient, for a loss that the caller computes. The rows are one micro-batch.
+
+        Processes that share a model's layers must pass the same rows, and all processes must call
+        this the same number of times. Raises NotImplementedError if the model is cut into pipeline
+        stages, whose schedule runs forward and backward passes together.
+        """
+        self.stepped.finish_param_sync()
+        self.stepped.train(True)
+        found = self._forward(MicroBatch(self._model_inputs(rows), self.temperature))
+        names = {name: getattr(found, name).cpu() for name in self.names}
+        return self.stats(**names)
+
+    def _forward(self, batch: MicroBatch) -> Any:
+        """Returns the statistics of all target tokens [B, T] of one micro-batch, with gradient."""
+        raise NotImplementedError
 
     def _model_inputs(self, rows: Rows[Any]) -> Rows:
         """Returns rows in padded form, as model inputs.
@@ -263,7 +281,7 @@ class ModelRunner:
             scored(self._gathered(experience.rows, indices, [stats for _, stats in found]))
         metrics = self._mean([sums for sums, _ in found], losses)
         empty = not metrics["count"]  # of all processes
-        taken, grad_norm = (False, 0.0) if empty else self.stepped.optimizer_step()
+        taken, grad_norm = (False, 0.0) if empty else self.stepped.take_step()
         if empty:
             self.stepped.zero_grad()
         elif grad_norm == 0 and self.cfg.model.lora.rank:

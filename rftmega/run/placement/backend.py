@@ -80,6 +80,10 @@ class TrainablePolicy(Trainable, Policy, Protocol):
 
     push_to_rollout: Callable[..., Metrics] | None  # set once an engine exists
 
+    @property
+    def forward(self) -> Callable[..., Any]:
+        """Returns a method that maps rows to TokenStats with gradient (`ModelRunner.forward`)."""
+
 
 class TrainableValues(Trainable, ValueModel, Protocol):
     """TrainableValues is a Trainable that computes values."""

@@ -31,6 +31,14 @@ class ColocatedPolicy:
         self.phases.score()
         return self.actor.log_probs(rows, temperature=temperature)
 
+    def forward(self, rows: Rows) -> TokenStats:
+        """Returns the log-probs and entropies of this process's own `rows` [B, T], with gradient;
+        see `ModelRunner.forward`.
+        """
+        self.phases.update()
+        found: TokenStats = self.actor.forward(rows)
+        return found
+
     def reference_log_probs(self, rows: Rows[Column]) -> TokenStats[Column]:
         self.phases.score()
         return self.actor.reference_log_probs(rows)

@@ -46,6 +46,17 @@ def launched_size() -> int:
     return whole_number("WORLD_SIZE", 1)
 
 
+def current() -> World:
+    """Returns the World of the process group that this process has joined."""
+    return World(
+        dist.get_rank(),
+        dist.get_world_size(),
+        whole_number("LOCAL_RANK", 0),
+        whole_number("LOCAL_WORLD_SIZE", dist.get_world_size()),
+        device.current().here(),
+    )
+
+
 def check_launcher() -> None:
     """Raises ConfigError if srun started several tasks without torchrun: each would act as the
     whole run.

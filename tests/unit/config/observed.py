@@ -134,7 +134,7 @@ class Machine:
             self.seen.append(("gradient", self.table.grad.tolist()))
         return found
 
-    def optimizer_step(self) -> tuple[bool, float]:
+    def take_step(self) -> tuple[bool, float]:
         self.table.data -= 20 * self.table.grad
         return True, float(self.table.grad.norm())
 

@@ -13,14 +13,14 @@ from rftmega.backends.decoder import describe, meta_decoder
 from rftmega.backends.decoder.parameter_places import Placed, places_of, plans_of, read
 from rftmega.backends.fsdp import module as fsdp_module
 from rftmega.backends.fsdp.feed import feed
-from rftmega.backends.fsdp.module import Built, build
+from rftmega.backends.fsdp.module import Built
 from rftmega.backends.fsdp.sharding import materialise
 from rftmega.backends.fsdp.support import refusal_to_pack
 from rftmega.core.errors import CheckpointError
 from rftmega.core.shards import Shard
 from rftmega.model_providers.output_head import OutputHead
 from rftmega.models.hf.hf_folder import HFFolder
-from tests.tiny_decoders import FAMILIES, VOCABULARY, save_decoder
+from tests.tiny_decoders import FAMILIES, VOCABULARY, built_of, save_decoder
 from tests.tiny_vision import save_tiny_vision
 
 LENGTHS = (9, 2, 15, 9, 30, 1)
@@ -45,7 +45,7 @@ def rows(first: int = 3) -> tuple[Tensor, Tensor]:
 def loaded(folder: Path) -> tuple[Built, dict[str, list[Placed]], dict[str, Tensor]]:
     """Builds the network of a folder in this process, whole; with its parameters by name."""
     files = HFFolder(folder)
-    built = build(str(folder), value_model=False, head_bias=False)
+    built = built_of(folder)
     parameters = dict(built.network.named_parameters())
     shapes = {name: tuple(parameters[own].shape) for own, name in built.names.items()}
     places = places_of(built.model, shapes, files, allowed={"lm_head.weight"})
@@ -131,7 +131,7 @@ def test_log_probs_and_gradients_are_transformers_own_row_by_row(
 def test_a_model_whose_config_says_more_than_its_attention_is_told_is_not_packed(
     field: str, value: object, said: str, tmp_path: Path
 ) -> None:
-    model = build(str(save_decoder(tmp_path, "llama")), value_model=False, head_bias=False).model
+    model = built_of(save_decoder(tmp_path, "llama")).model
     assert refusal_to_pack(model) is None
     setattr(model.config, field, value)
     assert said in str(refusal_to_pack(model))
@@ -142,7 +142,7 @@ def test_a_model_that_caps_its_logits_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
         CheckpointError, match="Gemma2ForCausalLM can't be trained .* it does not take the logits"
     ):
-        build(str(folder), value_model=False, head_bias=False)
+        built_of(folder)
 
 
 @pytest.mark.parametrize("family", ["qwen3-moe", "mixtral", "phi3", "gpt-oss", "gemma3"])
@@ -231,7 +231,7 @@ class Forgetful(torch.nn.Module):
 
 
 def test_a_buffer_that_nobody_makes_anew_is_refused(tmp_path: Path) -> None:
-    built = build(str(save_decoder(tmp_path, "qwen3")), value_model=False, head_bias=False)
+    built = built_of(save_decoder(tmp_path, "qwen3"))
     built.model.base_model.layers[0].add_module("forgetful", Forgetful())
     with pytest.raises(
         CheckpointError, match="Forgetful of Qwen3ForCausalLM has buffers .'angles'"

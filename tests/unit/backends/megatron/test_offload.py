@@ -259,7 +259,7 @@ def test_an_optimizer_step_waits_for_the_copy_of_the_one_before_and_says_that_we
         residency=SimpleNamespace(settle=named("settle"), changed=named("changed")),
         _clip=lambda norm: None,
     )
-    assert MegatronModelManager.optimizer_step(manager) == (True, 1.0)
+    assert MegatronModelManager.take_step(manager) == (True, 1.0)
     assert order == ["settle", "step", "changed"]
 
 

@@ -1,0 +1,185 @@
+"""A training loop written as LightRFT's pages describe it takes the steps of rftmega's own."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rftmega.config import OptimizerConfig, ParallelConfig, RolloutConfig
+from rftmega.core.types import Prompt
+from tests.layouts import config_of
+from tests.ranks import VLLM, run_ranks
+from tests.tiny_models import save_tiny
+
+PRELOADED = VLLM
+PROMPTS = [[5, 9, 100, 4], [3, 8]]
+
+
+def strategy_of(world: Any, folder: Path, parallel: ParallelConfig, backend: str, stop: int) -> Any:
+    from rftmega.lightrft.megatron_strategy import LightRFTStrategy
+    from rftmega.run.placement.reinforcement import ReinforcementStrategy
+    from rftmega.run.train import built_backend
+
+    optimizer = OptimizerConfig(learning_rate=1e-3, epsilon=1e-4)  # no sign of a gradient near 0
+    config = config_of(folder, parallel, optimizer, token_cap=400, backend=backend)
+    config.rollout = RolloutConfig(
+        engine="transformers", max_prompt_tokens=110, max_response_tokens=6, max_images=3
+    )
+    config.trainer.prompts_per_step, config.rollout.samples_per_prompt = 2, 4
+    built = ReinforcementStrategy(config, world, built_backend(config), stop_ids=[stop])
+    return LightRFTStrategy(built)
+
+
+def likes_some(prompts: Any, rollouts: Any) -> Any:
+    return [{"reward": float(sum(i % 7 for i in each.response_ids))} for each in rollouts]
+
+
+def clipped_sum(logp: torch.Tensor, experience: Any) -> torch.Tensor:
+    """PPO's clipped objective (arXiv:1707.06347, equation 7), summed over the response's tokens."""
+    ratio = (logp - experience.action_log_probs).exp()
+    advantage = experience.advantages
+    clipped = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
+    return -(clipped * experience.action_mask).sum()
+
+
+def weights_of(made: Any) -> dict[str, torch.Tensor]:
+    from rftmega.weights import Exporter
+
+    actor = made.unwrap_model(made.policy)
+    gathered = Exporter(actor.shards(), actor.replica_group, bucket_bytes=2**20)
+    return {name: x.clone() for name, x in gathered}
+
+
+def text_body(
+    world: Any, folder: Path, output: Path, parallel: ParallelConfig, backend: str
+) -> dict[str, Any]:
+    from rftmega.lightrft.actor_vl import ActorVL
+
+    made = strategy_of(world, folder, parallel, backend, stop=1)
+    return loop(made, ActorVL(made.policy), output, [Prompt(tuple(ids)) for ids in PROMPTS], {})
+
+
+def loop(
+    made: Any, actor: Any, output: Path, prompts: list[Any], asked: dict[str, Any]
+) -> dict[str, Any]:
+    """Two steps by PPOTrainerVL; the same from the same weights by backward and optimizer_step."""
+    from rftmega.lightrft.ppo_trainer_vl import PPOTrainerVL
+
+    made.setup_distributed()
+    (actor_, optimizer, scheduler), critic, *_ = made.prepare_models_and_optimizers(
+        actor, None, [], None, made.args, max_steps=100
+    )
+    assert actor_ is actor
+    trainer = PPOTrainerVL(
+        made, actor, None, likes_some, None, None, optimizer, None, scheduler, None,
+        tokenizer=made.tokenizer, prompt_max_len=110, n_samples_per_prompt=4, micro_rollout_batch_size=4,
+    )  # fmt: skip
+    made.update_engine_weights(actor)
+    answered = made.gather_and_generate({"temperature": 0.0}, all_prompt_token_ids=PROMPTS)
+    assert all(1 <= len(each.output_token_ids) <= 6 for each in answered)
+    made.update_engine_weights(actor)
+    experiences = trainer.experience_maker.make_experience_list(
+        prompts, n_samples_per_prompt=4, **asked
+    )
+    made.save_ckpt(actor, str(output), tag="start", client_state={"consumed_samples": 2})
+    loader = made.setup_dataloader(experiences, 1, shuffle=False, collate_fn=lambda each: each[0])
+    start = weights_of(made)
+    own = []
+    for number, experience in enumerate(loader):
+        assert trainer.training_step(experience, number)["optimizer_steps"] == 1
+        own.append(weights_of(made))
+    _, state = made.load_ckpt(actor, str(output), tag="start")
+    assert state == {"consumed_samples": 2}
+    again = []
+    for experience in loader:
+        one_step(made, actor, experience, optimizer, scheduler)
+        again.append(weights_of(made))
+    with pytest.raises(RuntimeError, match="Call backward first"):
+        made.optimizer_step(optimizer, actor, scheduler)
+    with torch.no_grad():
+        scored = log_probs(actor, experiences[0])
+    assert not scored.requires_grad
+    with pytest.raises(ValueError, match="outside torch.no_grad"):
+        made.backward(scored.sum(), actor, optimizer)
+    made.update_engine_weights(actor)
+    made.close()
+    return {"start": start, "own": own, "again": again}
+
+
+def log_probs(actor: Any, experience: Any) -> torch.Tensor:
+    names = ("pixel_values", "image_grid_thw")
+    given = {name: getattr(experience, name) for name in names}
+    found: torch.Tensor = actor(
+        experience.sequences,
+        experience.action_mask.shape[1],
+        experience.attention_mask,
+        **{name: value for name, value in given.items() if value is not None},
+    )
+    return found
+
+
+def one_step(made: Any, actor: Any, experience: Any, optimizer: Any, scheduler: Any) -> None:
+    """Two backward passes of half of the mean over all tokens."""
+    for _ in range(2):
+        loss = clipped_sum(log_probs(actor, experience), experience)
+        half = loss / experience.action_mask.sum() / 2
+        made.backward(half, actor, optimizer)
+    made.optimizer_step(optimizer, actor, scheduler, name="actor")
+
+
+LAYOUTS = {
+    "fsdp": (ParallelConfig(), "fsdp"),
+    "TP2": (ParallelConfig(tensor=2, sequence=True), "megatron"),
+    "DP2": (ParallelConfig(), "megatron"),
+    "CP2": (ParallelConfig(context=2), "megatron"),
+}
+
+
+def assert_alike(ranks: list[dict[str, Any]], steps: int) -> None:
+    for found in ranks:
+        assert len(found["own"]) == len(found["again"]) == steps
+        before = found["start"]
+        for own, again in zip(found["own"], found["again"], strict=True):
+            moved = max((own[name] - before[name]).abs().max().item() for name in own)
+            assert moved > 1e-4, "a step of the trainer's own"
+            for name, x in own.items():
+                torch.testing.assert_close(again[name], x, rtol=0, atol=1e-6)
+            before = own
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_backward_and_optimizer_step_take_the_trainers_own_steps(
+    layout: str, tmp_path: Path
+) -> None:
+    folder = save_tiny(tmp_path / "model", "qwen3-tied")
+    ranks = run_ranks(2, text_body, folder, tmp_path / "checkpoints", *LAYOUTS[layout])
+    assert_alike(ranks, 1)
+
+
+def refused_body(world: Any, folder: Path, parallel: ParallelConfig, overlaps: bool) -> None:
+    from rftmega.lightrft.actor_vl import ActorVL
+    from rftmega.lightrft.megatron_strategy import LightRFTStrategy
+    from rftmega.run.placement.reinforcement import ReinforcementStrategy
+    from rftmega.run.train import built_backend
+
+    config = config_of(folder, parallel)
+    config.optimizer.overlap_grad_reduce = overlaps
+    config.rollout = RolloutConfig(engine="scripted", max_prompt_tokens=8, max_response_tokens=6)
+    made = LightRFTStrategy(
+        ReinforcementStrategy(config, world, built_backend(config), stop_ids=[1])
+    )
+    actor = ActorVL(made.policy)
+    logp = actor(torch.tensor([[5, 9, 100, 4]]), 2)
+    why = "overlap_grad_reduce=true" if overlaps else "parallel.pipeline=2 .* or set parallel.pip"
+    with pytest.raises(NotImplementedError, match=why):
+        made.backward(logp.sum(), actor, None)
+    made.close()
+
+
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_what_megatrons_schedule_alone_can_run_is_refused_with_the_reason(
+    overlaps: bool, tmp_path: Path
+) -> None:
+    folder = save_tiny(tmp_path / "model", "qwen3-tied")
+    run_ranks(2, refused_body, folder, ParallelConfig(pipeline=1 if overlaps else 2), overlaps)
