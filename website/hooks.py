@@ -7,9 +7,10 @@ from typing import Any
 from mkdocs.structure.files import File, Files
 
 from website import formulas
-from website.links import PAGES, of_the_site
+from website.links import GENERATED, PAGES, of_the_site
 from website.lists import for_python_markdown
 from website.options_page import options_page
+from website.reference_api import SYSTEMS, names_page
 
 ROOT = Path(__file__).parents[1]
 SOURCES = {page: file for file, page in PAGES.items()}
@@ -28,6 +29,9 @@ def on_files(files: Files, config: Any) -> Files:
     for page, source in SOURCES.items():
         files.append(File.generated(config, page, content=(ROOT / source).read_text()))
     files.append(File.generated(config, "options.md", content=options_page()))
+    for system in SYSTEMS:
+        name = f"{system.lower()}_names.md"
+        files.append(File.generated(config, name, content=names_page(system)))
     schema = (ROOT / "rftmega.schema.json").read_text()
     files.append(File.generated(config, "rftmega.schema.json", content=schema))
     return files
@@ -36,7 +40,7 @@ def on_files(files: Files, config: Any) -> Files:
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Returns a page's text with links and lists converted for Python-Markdown."""
     uri = page.file.src_uri
-    if uri == "options.md":
+    if f"docs/{uri}" in GENERATED:
         return markdown
     source = SOURCES.get(uri, f"docs/{uri}")
     return for_python_markdown(of_the_site(markdown, source, ROOT, warn))

@@ -1,5 +1,6 @@
 """A training loop written as LightRFT's pages describe it takes the steps of rftmega's own."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -8,12 +9,16 @@ import torch
 
 from rftmega.config import OptimizerConfig, ParallelConfig, RolloutConfig
 from rftmega.core.types import Prompt
+from tests.audio_rows import audio_rows, inputs_of, with_files
 from tests.layouts import config_of
 from tests.ranks import VLLM, run_ranks
+from tests.tiny_audio import IM_END as AUDIO_STOP
+from tests.tiny_audio import save_tiny_audio
 from tests.tiny_models import save_tiny
+from tests.tiny_vision import IM_END, images, save_tiny_vision
 
 PRELOADED = VLLM
-PROMPTS = [[5, 9, 100, 4], [3, 8]]
+PROMPTS = [[15, 39, 40, 41], [33, 18]]
 
 
 def strategy_of(world: Any, folder: Path, parallel: ParallelConfig, backend: str, stop: int) -> Any:
@@ -57,13 +62,63 @@ def text_body(
     from rftmega.lightrft.actor_vl import ActorVL
 
     made = strategy_of(world, folder, parallel, backend, stop=1)
-    return loop(made, ActorVL(made.policy), output, [Prompt(tuple(ids)) for ids in PROMPTS], {})
+    found = loop(made, ActorVL(made.policy), output, [Prompt(tuple(ids)) for ids in PROMPTS], {})
+    del found["experiences"]
+    return found
+
+
+def vision_body(
+    world: Any, folder: Path, output: Path, parallel: ParallelConfig, backend: str
+) -> dict[str, Any]:
+    from rftmega.lightrft.actor_vl import ActorVL
+
+    made = strategy_of(world, folder, parallel, backend, stop=IM_END)
+    actor = ActorVL(made.policy, processor=made.processor)
+    drawn = images()
+    asked = {"all_images": [[drawn[0]], [drawn[1], drawn[2]]]}
+    found = loop(made, actor, output, ["what<image>?", "two<image>and<image>"], asked)
+    assert all(each.pixel_values is not None for each in found.pop("experiences"))
+    return found
+
+
+def audio_body(
+    world: Any, folder: Path, output: Path, parallel: ParallelConfig, backend: str
+) -> dict[str, Any]:
+    from rftmega.lightrft.actor_al import ActorAL
+
+    made = strategy_of(world, folder, parallel, backend, stop=AUDIO_STOP)
+    tokens, placed = audio_rows(folder)
+    pairs = [each for each in zip(tokens, placed, strict=True) if len(each[1]) == 1]
+    (output / str(world.rank)).mkdir(parents=True)
+    prompts = [
+        Prompt(tuple(ids), images=with_files(output / str(world.rank), own)) for ids, own in pairs
+    ]
+    actor = ActorAL(made.policy, processor=made.audio_processor)
+    heard = [inputs_of(ids, own) for ids, own in pairs]
+    given = [
+        {
+            "audio_values": each["input_features"].repeat(4, 1, 1),
+            "feature_attention_mask": each["feature_attention_mask"].repeat(4, 1),
+        }
+        for each in heard
+    ]
+    found = loop(made, actor, output / "checkpoints", prompts, {}, given)
+    assert all(each.images is not None for each in found.pop("experiences"))
+    return found
 
 
 def loop(
-    made: Any, actor: Any, output: Path, prompts: list[Any], asked: dict[str, Any]
+    made: Any,
+    actor: Any,
+    output: Path,
+    prompts: list[Any],
+    asked: dict[str, Any],
+    heard: Sequence[dict[str, torch.Tensor]] = ({}, {}),
 ) -> dict[str, Any]:
-    """Two steps by PPOTrainerVL; the same from the same weights by backward and optimizer_step."""
+    """Two steps by PPOTrainerVL; the same from the same weights by backward and optimizer_step.
+
+    `heard`: the waveforms of each batch, as an ActorAL takes them.
+    """
     from rftmega.lightrft.ppo_trainer_vl import PPOTrainerVL
 
     made.setup_distributed()
@@ -80,7 +135,7 @@ def loop(
     assert all(1 <= len(each.output_token_ids) <= 6 for each in answered)
     made.update_engine_weights(actor)
     experiences = trainer.experience_maker.make_experience_list(
-        prompts, n_samples_per_prompt=4, **asked
+        prompts, n_samples_per_prompt=4, micro_rollout_batch_size=4, **asked
     )
     made.save_ckpt(actor, str(output), tag="start", client_state={"consumed_samples": 2})
     loader = made.setup_dataloader(experiences, 1, shuffle=False, collate_fn=lambda each: each[0])
@@ -92,22 +147,22 @@ def loop(
     _, state = made.load_ckpt(actor, str(output), tag="start")
     assert state == {"consumed_samples": 2}
     again = []
-    for experience in loader:
-        one_step(made, actor, experience, optimizer, scheduler)
+    for experience, waveforms in zip(loader, heard, strict=True):
+        one_step(made, actor, experience, optimizer, scheduler, waveforms)
         again.append(weights_of(made))
     with pytest.raises(RuntimeError, match="Call backward first"):
         made.optimizer_step(optimizer, actor, scheduler)
     with torch.no_grad():
-        scored = log_probs(actor, experiences[0])
+        scored = log_probs(actor, experiences[0], heard[0])
     assert not scored.requires_grad
     with pytest.raises(ValueError, match="outside torch.no_grad"):
         made.backward(scored.sum(), actor, optimizer)
     made.update_engine_weights(actor)
     made.close()
-    return {"start": start, "own": own, "again": again}
+    return {"start": start, "own": own, "again": again, "experiences": experiences}
 
 
-def log_probs(actor: Any, experience: Any) -> torch.Tensor:
+def log_probs(actor: Any, experience: Any, heard: dict[str, torch.Tensor]) -> torch.Tensor:
     names = ("pixel_values", "image_grid_thw")
     given = {name: getattr(experience, name) for name in names}
     found: torch.Tensor = actor(
@@ -115,14 +170,22 @@ def log_probs(actor: Any, experience: Any) -> torch.Tensor:
         experience.action_mask.shape[1],
         experience.attention_mask,
         **{name: value for name, value in given.items() if value is not None},
+        **heard,
     )
     return found
 
 
-def one_step(made: Any, actor: Any, experience: Any, optimizer: Any, scheduler: Any) -> None:
+def one_step(
+    made: Any,
+    actor: Any,
+    experience: Any,
+    optimizer: Any,
+    scheduler: Any,
+    heard: dict[str, torch.Tensor],
+) -> None:
     """Two backward passes of half of the mean over all tokens."""
     for _ in range(2):
-        loss = clipped_sum(log_probs(actor, experience), experience)
+        loss = clipped_sum(log_probs(actor, experience, heard), experience)
         half = loss / experience.action_mask.sum() / 2
         made.backward(half, actor, optimizer)
     made.optimizer_step(optimizer, actor, scheduler, name="actor")
@@ -136,9 +199,9 @@ LAYOUTS = {
 }
 
 
-def assert_alike(ranks: list[dict[str, Any]], steps: int) -> None:
+def assert_alike(ranks: list[dict[str, Any]]) -> None:
     for found in ranks:
-        assert len(found["own"]) == len(found["again"]) == steps
+        assert len(found["own"]) == len(found["again"]) == 2
         before = found["start"]
         for own, again in zip(found["own"], found["again"], strict=True):
             moved = max((own[name] - before[name]).abs().max().item() for name in own)
@@ -154,7 +217,19 @@ def test_backward_and_optimizer_step_take_the_trainers_own_steps(
 ) -> None:
     folder = save_tiny(tmp_path / "model", "qwen3-tied")
     ranks = run_ranks(2, text_body, folder, tmp_path / "checkpoints", *LAYOUTS[layout])
-    assert_alike(ranks, 1)
+    assert_alike(ranks)
+
+
+@pytest.mark.parametrize("layout", ["fsdp", "TP2"])
+def test_so_they_do_with_images(layout: str, tmp_path: Path) -> None:
+    folder = save_tiny_vision(tmp_path / "model", "qwen3_vl")
+    assert_alike(run_ranks(2, vision_body, folder, tmp_path / "out", *LAYOUTS[layout]))
+
+
+@pytest.mark.parametrize("layout", ["DP2"])
+def test_so_they_do_with_waveforms(layout: str, tmp_path: Path) -> None:
+    folder = save_tiny_audio(tmp_path / "model")
+    assert_alike(run_ranks(2, audio_body, folder, tmp_path / "out", *LAYOUTS[layout]))
 
 
 def refused_body(world: Any, folder: Path, parallel: ParallelConfig, overlaps: bool) -> None:

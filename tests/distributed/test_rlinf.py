@@ -19,6 +19,7 @@ from tests.e2e.conftest import metrics_of, write_arithmetic
 from tests.layouts import config_of, rows_of
 from tests.ranks import VLLM, run_ranks
 from tests.tiny_models import save_tiny
+from tests.vision_rows import experience_of
 
 PRELOADED = VLLM
 STEPS = 2
@@ -133,6 +134,47 @@ def test_an_actor_driven_by_its_calls_alone_takes_the_steps_of_a_run(
     for name, x in weights.items():
         torch.testing.assert_close(exported[name], x, rtol=0, atol=1e-6)
     assert any((x - start[name]).abs().max() > 1e-4 for name, x in weights.items()), "learnt"
+
+
+def forward_body(world: Any, file: Path, options: list[str]) -> None:
+    """Megatron's own schedule with the actor's closure, and the manager's own step."""
+    from rftmega.config import load
+    from rftmega.rlinf.megatron import MegatronActor, MegatronModelManager
+    from rftmega.runtime.parallel.topology import Topology
+
+    config = load(file, options)
+    topology = Topology.create(config.parallel, seed=config.trainer.seed)
+    actor = MegatronActor(config, topology)
+    actor.init_worker()
+    judge = MegatronActor(config, topology, role="reference")
+    judge.init_worker()
+    rows = rows_of([[5, 9, 7, 4, 4], [3, 8, 8]])
+    scored = actor.policy.log_probs(rows).logp
+    assert torch.equal(judge.policy.log_probs(rows).logp, scored)
+    assert judge.optimizer is None
+    experience = experience_of(rows).padded()
+    step = actor.get_forward_step_func()
+    actor.strategy.phases.update()
+    actor.zero_grad()
+    found = actor.run_schedule(step, [(rows, experience)] * 2, forward_only=False)
+    for _, seen in found:
+        assert (seen.logp.cpu() - scored).abs().max() < 1e-5
+    assert len(found) == (2 if topology.is_last_stage else 0)
+    assert actor.optimizer_step() == (0.0, [1e-3, 1e-3]), "all advantages are 0"
+    actor.close()
+    manager = MegatronModelManager(config)
+    first, last = manager.model_provider_func(True, False), manager.model_provider_func(False, True)
+    assert (first.pre_process, first.post_process) == (True, False)
+    assert (last.pre_process, last.post_process) == (False, True)
+
+
+def test_megatrons_schedule_runs_the_actors_closure_and_a_reference_only_scores(
+    tmp_path: Path,
+) -> None:
+    write_arithmetic(tmp_path)
+    options = ["parallel.pipeline=2", "trainer.export=false", f"trainer.output={tmp_path / 'out'}"]
+    options += ["algorithm.entropy_coef=0", "algorithm.kl.coef=0"]
+    run_ranks(2, forward_body, tmp_path / "run.yaml", options)
 
 
 TOKENS = [[5, 9, 100, 4, 4, 17], [3, 8, 8], [7, 7, 21, 40]]

@@ -462,3 +462,10 @@ def test_the_temperature_reaches_the_engine() -> None:
     ):
         made.engine_generate_local(sampling, [1])
     assert seen == [Sampling(0.5), Sampling(0.0), Sampling(1.0)]
+
+
+def test_memory_is_reported_with_a_prefix(capsys: pytest.CaptureFixture[str]) -> None:
+    StrategyBase.report_memory("after the update")
+    assert re.search(r"\] after the update: \w+ [\d.]+ MiB", capsys.readouterr().out)
+    StrategyBase.report_memory()
+    assert re.search(r"\] \w+ [\d.]+ MiB", capsys.readouterr().out)

@@ -380,3 +380,17 @@ def test_texts_become_left_padded_tensors_or_lists() -> None:
 def test_as_many_labels_as_prompts() -> None:
     with pytest.raises(ValueError, match="1 labels for 2 prompts"):
         maker().generate_samples(["a", "b"], labels=["x"])
+
+
+def test_advantages_and_returns_are_the_documented_sums() -> None:
+    """Adv1 = R1 + gl R2 + .. - V1 + g(1 - l) V2 + ggl(1 - l) V3; Ret1 is the same without - V1."""
+    values, rewards = torch.tensor([[0.5, -1.0, 2.0]]), torch.tensor([[0.1, 0.7, -0.3]])
+    gamma, lambd = 0.9, 0.8
+    advantages, returns = maker(critic=Toy()).get_advantages_and_returns(
+        values, rewards, torch.ones(1, 3), gamma, lambd
+    )
+    both = gamma * lambd
+    first = 0.1 + both * 0.7 + both**2 * -0.3
+    first += gamma * (1 - lambd) * -1.0 + gamma**2 * lambd * (1 - lambd) * 2.0
+    assert returns[0, 0].item() == pytest.approx(first, abs=1e-6)
+    assert advantages[0, 0].item() == pytest.approx(first - 0.5, abs=1e-6)

@@ -103,6 +103,7 @@ def test_it_builds_and_has_a_page_of_every_document(site: Path) -> None:
     built = {name for name, _ in pages(site)}
     assert {f"{path.stem}.html" for path in (ROOT / "docs").glob("*.md")} <= built
     assert {page.replace(".md", ".html") for page in PAGES.values()} | {"options.html"} <= built
+    assert {"lightrft_names.html", "rlinf_names.html"} <= built
 
 
 MISTAKES = (
