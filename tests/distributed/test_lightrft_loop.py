@@ -26,7 +26,9 @@ def strategy_of(world: Any, folder: Path, parallel: ParallelConfig, backend: str
     from rftmega.run.placement.reinforcement import ReinforcementStrategy
     from rftmega.run.train import built_backend
 
-    optimizer = OptimizerConfig(learning_rate=1e-3, epsilon=1e-4)  # no sign of a gradient near 0
+    optimizer = OptimizerConfig(
+        learning_rate=1e-3, epsilon=1e-4, clip_grad=0.0
+    )  # no sign of a gradient near 0, and its size counts
     config = config_of(folder, parallel, optimizer, token_cap=400, backend=backend)
     config.rollout = RolloutConfig(
         engine="transformers", max_prompt_tokens=110, max_response_tokens=6, max_images=3
