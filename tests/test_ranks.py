@@ -5,6 +5,8 @@ import os
 import sys
 from multiprocessing.connection import Connection
 
+import pytest
+
 from tests import warm_command
 from tests.ranks import CONTEXT, LOCAL, start_in
 
@@ -22,5 +24,11 @@ def test_ranks_find_their_imports_whatever_another_module_asks_of_multiprocessin
     process.join()
 
 
-def test_a_command_is_forked_although_imports_of_tests_have_changed_the_environment() -> None:
-    assert warm_command.is_alike(dict(os.environ)), "each command would import everything anew"
+def test_a_command_is_forked_although_imports_of_tests_have_changed_the_environment(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(warm_command, "STARTED", {})
+    monkeypatch.setenv("ADDED_BY_AN_IMPORT", "1")
+    assert not warm_command.is_alike(dict(os.environ)), "each command imports everything anew"
+    warm_command.tests_begin()
+    assert warm_command.is_alike(dict(os.environ))

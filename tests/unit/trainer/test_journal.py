@@ -76,7 +76,7 @@ class Ticking(Model):
         super().__init__(*given, **named)
         self.clock = clock
         self.machine.run_schedule = self._ticking(self.machine.run_schedule)
-        self.machine.optimizer_step = self.move
+        self.machine.take_step = self.move
 
     def move(self) -> tuple[bool, float]:
         self.machine.table.data -= self.machine.table.grad

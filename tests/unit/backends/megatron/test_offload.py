@@ -255,7 +255,7 @@ def test_an_optimizer_step_waits_for_the_copy_of_the_one_before_and_says_that_we
     manager = SimpleNamespace(
         topology=SimpleNamespace(active=nullcontext),
         optimizer=optimizer,
-        scheduler=SimpleNamespace(step=lambda count: None),
+        lr_scheduler=SimpleNamespace(step=lambda count: None),
         residency=SimpleNamespace(settle=named("settle"), changed=named("changed")),
         _clip=lambda norm: None,
     )
