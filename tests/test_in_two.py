@@ -19,7 +19,7 @@ def test_what_fails_in_any_of_them_fails_them_all(
         (tmp_path / f"test_{name}.py").write_text(text)
     paths = {name: str(tmp_path / f"test_{name}.py") for name in files}
     monkeypatch.setattr(in_two, "TOGETHER", {"b": [paths["one"], paths["two"]]})
-    monkeypatch.setattr(in_two, "ALONE", paths["three"])
+    monkeypatch.setattr(in_two, "ALONE", (paths["three"],))
     assert in_two.main() == 1
     lines = capsys.readouterr().out.splitlines()
     assert lines[-1] == "2 passed, 1 failed"
@@ -40,7 +40,7 @@ def test_what_fails_beside_others_and_passes_alone_is_named_and_fails_nothing(
     )
     (tmp_path / "test_calm.py").write_text("def test_b(): pass")
     monkeypatch.setattr(in_two, "TOGETHER", {"a": [str(path)]})
-    monkeypatch.setattr(in_two, "ALONE", str(tmp_path / "test_calm.py"))
+    monkeypatch.setattr(in_two, "ALONE", (str(tmp_path / "test_calm.py"),))
     assert in_two.main() == 0
     *_, named, last = capsys.readouterr().out.splitlines()
     assert last == "2 passed, 0 failed"

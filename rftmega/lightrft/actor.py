@@ -73,14 +73,6 @@ class PolicyActor(Generic[Processor]):
         found: Any = self.forward(*given, **settings)  # type: ignore[attr-defined]
         return found
 
-    def _with_gradient(self, rows: Rows) -> TokenStats:
-        if not isinstance(self.module, ColocatedPolicy):
-            return self.log_probs(rows)
-        try:
-            return self.module.forward(rows)
-        except NotImplementedError:  # strategy.backward says why
-            return self.log_probs(rows)
-
     def _rows(
         self,
         sequences: Tensor,
@@ -107,7 +99,10 @@ class PolicyActor(Generic[Processor]):
         log-probs, and with `return_output` also the TokenStats. They have a gradient if torch
         records gradients and the model has no pipeline stages.
         """
-        stats = self._with_gradient(rows) if torch.is_grad_enabled() else self.log_probs(rows)
+        module, stats = self.module, None
+        if torch.is_grad_enabled() and isinstance(module, ColocatedPolicy):
+            stats = None if module.actor.why_no_backward else module.forward(rows)
+        stats = self.log_probs(rows) if stats is None else stats
         found = per_action(stats.logp, rows)
         if self.packing_samples:
             found = found[per_action(rows.mask, rows)][None]

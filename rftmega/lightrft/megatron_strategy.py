@@ -98,15 +98,15 @@ class LightRFTStrategy(StrategyBase):
         Raises NotImplementedError if the model has pipeline stages, whose schedule runs forward and
         backward passes together, and ValueError if `loss` has no gradient.
         """
-        self._refuse_another(model)
-        actor = self.unwrap_model(model)
+        actor = self._learner(model)
         manager = actor.manager
-        if refuse := getattr(manager, "refuse_schedule", None):  # Megatron's
-            refuse("backward")
+        if why := manager.why_no_backward:
+            raise NotImplementedError(f"backward: {why}")
         if not loss.requires_grad:
             raise ValueError(
                 "backward: the loss has no gradient. Compute it from the actor's log-probs outside torch.no_grad()."
             )
+        self.strategy.phases.update()
         if not self._accumulates:  # what an earlier step has left
             manager.zero_grad()
         self._accumulates = True
@@ -122,11 +122,11 @@ class LightRFTStrategy(StrategyBase):
 
         `optimizer` and `scheduler` are the model's own. Raises RuntimeError without a gradient.
         """
-        self._refuse_another(model)
+        actor = self._learner(model)
         if not self._accumulates:
             raise RuntimeError("optimizer_step: there is no gradient. Call backward first.")
         self._accumulates = False
-        actor = self.unwrap_model(model)
+        self.strategy.phases.update()
         manager = actor.manager
         manager.average_gradients()
         taken, _ = manager.take_step()
@@ -302,6 +302,16 @@ class LightRFTStrategy(StrategyBase):
         raise ValueError(
             f"{type(model).__name__} is not trained by this strategy, which saves its policy and its critic."
         )
+
+    def _learner(self, model: Any) -> Any:
+        """Returns the policy of the backend. Raises ValueError if `model` is another model."""
+        actor = self.unwrap_model(model)
+        if actor is not self.strategy.actor:
+            raise ValueError(
+                f"{type(model).__name__} is not this strategy's policy, which alone learns by backward. A critic learns by "
+                "critic.step(experience, loss_fn)."
+            )
+        return actor
 
     def _refuse_another(self, model: Any) -> None:
         if self.unwrap_model(model) is not self.strategy.actor:

@@ -4,7 +4,6 @@ from abc import ABC, abstractmethod
 from contextlib import ExitStack
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -45,11 +44,12 @@ class ReinforcedActor(ABC):
             "trainer.max_staleness": cfg.trainer.max_staleness,
             "algorithm.dynamic_sampling.max_rounds": cfg.algorithm.dynamic_sampling.max_rounds,
             "algorithm.replay.max_age": cfg.algorithm.replay.max_age,
+            "data.ptx": cfg.data.ptx,
         }
         if found := [f"{name}={value}" for name, value in refused.items() if value]:
             raise ConfigError.listing(
-                "An actor of rftmega.rlinf trains on the rollouts that it is sent, and asks for none. Set to 0, or use `rftmega "
-                "train`",
+                "An actor of rftmega.rlinf trains on the rollouts that it is sent, and on nothing else. Leave out, or use "
+                "`rftmega train`",
                 found,
             )
         self.cfg = cfg
@@ -185,16 +185,3 @@ class _PolicyOf:
 
     def value_model(self, config: RunConfig, *, role: Any) -> TrainableValues:
         return self.backend.value_model(config, role=role)
-
-
-def refuse_another_device(device_id: Any, own: torch.device) -> None:
-    """Raises ValueError if `device_id` (an index, a name or a torch.device) is not `own`, this
-    process's device, on which its shards of the model must be.
-    """
-    given = (
-        torch.device(own.type, device_id) if isinstance(device_id, int) else torch.device(device_id)
-    )
-    if given.type != own.type or given.index not in (None, own.index or 0):
-        raise ValueError(
-            f"device_id={device_id!r}, but this process computes on {own}. The launcher's LOCAL_RANK decides the device."
-        )

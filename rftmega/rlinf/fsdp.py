@@ -1,6 +1,5 @@
 """RLinf's FSDPModelManager and its FSDP actor, on top of rftmega's FSDP2 backend."""
 
-from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from rftmega.backends.fsdp.mesh import ShardingMesh
 from rftmega.backends.fsdp.sharding import local, sharded_modules
 from rftmega.backends.fsdp.trainable import FSDPModel
 from rftmega.config import RunConfig
-from rftmega.rlinf.actor import ReinforcedActor, refuse_another_device
+from rftmega.rlinf.actor import ReinforcedActor
 from rftmega.runtime import device
 from rftmega.weights import Exporter
 
@@ -152,7 +151,7 @@ class FSDPModelManager(manager.FSDPModelManager):
         process accumulates whole gradients, which takes the memory of the parameters.
         """
         context = super().before_micro_batch(model, True)
-        for module in _sharded(model):
+        for module in sharded_modules(model):
             module.set_requires_gradient_sync(is_last_micro_batch, recurse=False)
         return context
 
@@ -163,12 +162,16 @@ class FSDPModelManager(manager.FSDPModelManager):
             )
 
     def _refuse_another_device(self, device_id: Any) -> None:
-        if device_id is not None:
-            refuse_another_device(device_id, self.where)
-
-
-def _sharded(model: nn.Module) -> Iterable[Any]:
-    return sharded_modules(model)
+        if device_id is None:
+            return
+        kind = self.where.type
+        given = torch.device(kind, device_id) if isinstance(device_id, int) else device_id
+        given = torch.device(given)
+        if given.type != kind or given.index not in (None, self.where.index or 0):
+            raise ValueError(
+                f"device_id={device_id!r}, but this process computes on {self.where}. The launcher's LOCAL_RANK decides the "
+                "device."
+            )
 
 
 class FSDPActor(FSDPModelManager, ReinforcedActor):

@@ -57,7 +57,8 @@ class MegatronActor(MegatronModelManager, ReinforcedActor):
 
     def get_forward_step_func(self) -> Callable[[Any, Any], tuple[Any, Any]]:
         """Returns Megatron's `forward_step_func(data_iterator, model)` with the policy loss that
-        algorithm.* describes. The iterator yields (Rows, Experience on the device). With
-        trainer.offload, call `strategy.phases.update()` first, which moves the model to the device.
+        algorithm.* describes, and moves the model with its gradients to the device. The iterator
+        yields (Rows, Experience on the device).
         """
+        self.strategy.phases.update()
         return self.policy.get_forward_step_func(self.learner.loss_fn)

@@ -61,8 +61,10 @@ def launch(
     """
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // processes)))
     DynamicRendezvousHandler._create_tcp_store_server = _store  # type: ignore[assignment, method-assign]
-    # its failures are reported below
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    # the agent's failures are reported below; each of its loggers has a level of its own
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith("torch.distributed.elastic"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
     if device.current().start_method == "forkserver":
         _start_server(preload)
     launcher = os.getpid(), process_start(os.getpid())

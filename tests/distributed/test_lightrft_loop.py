@@ -159,6 +159,8 @@ def loop(
     assert not scored.requires_grad
     with pytest.raises(ValueError, match="outside torch.no_grad"):
         made.backward(scored.sum(), actor, optimizer)
+    with pytest.raises(ValueError, match="A critic learns by critic.step"):
+        made.backward(scored.sum(), torch.nn.Linear(2, 2), optimizer)
     made.update_engine_weights(actor)
     made.close()
     return {"start": start, "own": own, "again": again, "experiences": experiences}

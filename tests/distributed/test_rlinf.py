@@ -12,7 +12,8 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from rftmega.config import ParallelConfig
+from rftmega.config import ParallelConfig, RunConfig
+from rftmega.core.errors import ConfigError
 from rftmega.core.types import Rollout, Sampling
 from rftmega.rlinf.channel import SentRollout, check, portion
 from tests.e2e.conftest import metrics_of, write_arithmetic
@@ -154,7 +155,6 @@ def forward_body(world: Any, file: Path, options: list[str]) -> None:
     assert judge.optimizer is None
     experience = experience_of(rows).padded()
     step = actor.get_forward_step_func()
-    actor.strategy.phases.update()
     actor.zero_grad()
     found = actor.run_schedule(step, [(rows, experience)] * 2, forward_only=False)
     for _, seen in found:
@@ -184,6 +184,13 @@ def manager_body(world: Any, folder: Path, output: Path) -> dict[str, Any]:
     """A loop with the manager alone, whose loss is the mean of this process's log-probs."""
     from rftmega.rlinf.fsdp import FSDPModelManager
 
+    class Touched(FSDPModelManager):
+        """A user's own model: here the same, and it says that it was asked for."""
+
+        def model_provider_func(self) -> Any:
+            self.touched = True
+            return super().model_provider_func()
+
     config = config_of(folder, ParallelConfig(), backend="fsdp")
     config.optimizer.warmup_steps, config.optimizer.clip_grad = 3, 0.0
     config.optimizer.epsilon = 1e-4  # no sign of a gradient near 0
@@ -196,10 +203,11 @@ def manager_body(world: Any, folder: Path, output: Path) -> dict[str, Any]:
     steps = [one_step(manager, world.rank) for _ in range(2)]
     manager.save_checkpoint(output, step=2)
     whole = manager.get_model_state_dict(cpu_offload=True, full_state_dict=True)
-    again = FSDPModelManager(config, world.size, world.rank)
+    again = Touched(config, world.size, world.rank)
     again.setup_model_and_optimizer()
     again.load_checkpoint(output)
     refused(again)
+    assert again.touched
     scaled = again.build_grad_scaler(True, init_scale=1024.0)
     again.grad_scaler = scaled
     following = [one_step(each, world.rank) for each in (manager, again)]
@@ -275,10 +283,15 @@ def refused(manager: Any) -> None:
 
 
 def moved(manager: Any) -> None:
+    before = manager.residency.bytes()
+    assert before["parameters"] > 0
+    assert before["adam"] > 0
     manager.offload_param_and_grad(offload_grad=True)
     manager.offload_optimizer()
+    assert not any(manager.residency.bytes().values())
     manager.load_param_and_grad(0, load_grad=True)
     manager.load_optimizer(torch.device("cpu"))
+    assert manager.residency.bytes() == before
 
 
 def test_a_loop_with_the_managers_calls_learns_as_plain_torch_from_the_mean_over_processes(
@@ -313,7 +326,9 @@ def test_a_loop_with_the_managers_calls_learns_as_plain_torch_from_the_mean_over
     assert second["whole"] == {}, "the first process's host holds the whole model"
     expected = model.state_dict()
     assert first["whole"].keys() == expected.keys() - {"lm_head.weight"}
+    (elsewhere,) = run_ranks(1, alone_body, folder, tmp_path / "checkpoints")
     for name, x in first["whole"].items():
+        assert torch.equal(elsewhere[name], x), "read in another layout"
         torch.testing.assert_close(
             x, expected[name], rtol=0, atol=1e-6, msg=lambda m, name=name: f"{name}: {m}"
         )
@@ -325,6 +340,40 @@ def test_a_loop_with_the_managers_calls_learns_as_plain_torch_from_the_mean_over
         assert again[0] == pytest.approx(own[0], rel=1e-6), "the scale is removed"
         assert again[1] == own[1]
         assert all(names == set(first["whole"]) for names in found["names"])
+
+
+def alone_body(world: Any, folder: Path, output: Path) -> dict[str, torch.Tensor]:
+    from rftmega.rlinf.fsdp import FSDPModelManager
+
+    manager = FSDPModelManager(config_of(folder, ParallelConfig(), backend="fsdp"), 1, 0)
+    manager.setup_model_and_optimizer()
+    manager.load_checkpoint(output)
+    assert (manager.adam_steps, manager.schedule_steps) == (2, 2)
+    return manager.get_model_state_dict(cpu_offload=True, full_state_dict=True)
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"trainer": {"max_staleness": 2}},
+        {"algorithm": {"dynamic_sampling": {"max_rounds": 1}}},
+        {"algorithm": {"replay": {"max_age": 1}}},
+        {"data": {"ptx": "texts.jsonl"}},
+    ],
+)
+def test_options_of_the_training_loop_are_refused_by_name(option: Any) -> None:
+    from rftmega.rlinf.fsdp import EmbodiedFSDPActor
+
+    config, name = RunConfig(), []
+    section, value = config, option
+    while isinstance(value, dict):
+        ((key, value),) = value.items()
+        name.append(key)
+        if isinstance(value, dict):
+            section = getattr(section, key)
+    setattr(section, name[-1], value)
+    with pytest.raises(ConfigError, match=f"{'.'.join(name)}={value}"):
+        EmbodiedFSDPActor(config)
 
 
 def sent(group: int, number: int, version: int = 3) -> SentRollout:

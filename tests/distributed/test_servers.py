@@ -212,8 +212,7 @@ def test_a_server_follows_the_trainer_or_refuses(tmp_path: Path) -> None:
             elsewhere[name]
             == f"Push {version} failed (see the first process); no engine has weights now."
         )
-    # semaphores of ranks that other tests have killed stay until their tracker ends
-    made = {name for name in os.listdir("/dev/shm") if not name.startswith("sem.")} - shared
+    made = set(os.listdir("/dev/shm")) - shared
     mapped = files_of_processes("maps")  # by other programs
     unmapped = {name for name in made if not any(name.encode() in maps for maps in mapped)}
     assert not unmapped & set(os.listdir("/dev/shm"))  # what others made meanwhile, they removed

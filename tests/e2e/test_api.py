@@ -166,6 +166,8 @@ def test_ctrl_c_ends_all_ranks_and_is_a_keyboard_interrupt(ended: Ended) -> None
     assert "KeyboardInterrupt" in ended.complained, ended
     assert ended.code == -signal.SIGINT
     assert "stopped by SIGINT; all ranks were ended." in ended.complained
+    assert "shutting down workers" not in ended.complained, "torch's agent says it, too"
+    assert "resource_tracker" not in ended.complained
     assert not Path(f"/proc/{(ended.folder / 'rank').read_text()}").exists()
 
 

@@ -408,6 +408,8 @@ class FSDPModelManager:
             module.set_requires_all_reduce(is_last_micro_batch)
         return nullcontext() if self.dropped is None else self.dropped.drawn_from()
 
+    why_no_backward = ""  # of Megatron's models alone
+
     def backward(self, loss: Tensor) -> None:
         """Adds the gradient of a loss that was computed from `ModelRunner.forward`."""
         loss.backward()

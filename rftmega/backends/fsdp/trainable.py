@@ -84,6 +84,11 @@ class FSDPModel:
         """Returns the method that runs rows with gradient, `ModelRunner.forward`."""
         return self.runner.forward
 
+    @property
+    def why_no_backward(self) -> str:
+        """Returns why `forward` can't run, see the manager; "" if it can."""
+        return self.manager.why_no_backward
+
     def averaged(self) -> AbstractContextManager[None] | None:
         """Returns a context in which the model computes with its averaged weights; None if no
         average is kept.

@@ -436,20 +436,22 @@ class MegatronModelManager:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
 
-    def refuse_schedule(self, wanted: str) -> None:
-        """Raises NotImplementedError if only Megatron's schedule can run this model's backward pass.
-        `wanted`: the call that needs a backward pass of its own.
+    @property
+    def why_no_backward(self) -> str:
+        """Returns why only Megatron's schedule can run this model's backward pass; "" if `backward`
+        can.
         """
         if self.cfg.parallel.pipeline > 1:
-            raise NotImplementedError(
-                f"{wanted}: with parallel.pipeline={self.cfg.parallel.pipeline} the schedule runs forward and backward passes of "
-                "all stages and micro-batches together. Call policy.step(experience, loss_fn), or set parallel.pipeline=1."
+            return (
+                f"with parallel.pipeline={self.cfg.parallel.pipeline} the schedule runs forward and backward passes of all "
+                "stages and micro-batches together. Call policy.step(experience, loss_fn), or set parallel.pipeline=1."
             )
         if self.cfg.optimizer.overlap_grad_reduce:
-            raise NotImplementedError(
-                f"{wanted}: optimizer.overlap_grad_reduce=true exchanges gradients in the first backward pass of a step. Set it "
-                "to false, or call policy.step(experience, loss_fn)."
+            return (
+                "optimizer.overlap_grad_reduce=true exchanges gradients in the first backward pass of a step. Set it to false, "
+                "or call policy.step(experience, loss_fn)."
             )
+        return ""
 
     def backward(self, loss: Tensor) -> None:
         """Adds the gradient of a loss that was computed from `ModelRunner.forward`."""

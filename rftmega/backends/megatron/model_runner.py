@@ -74,7 +74,8 @@ class MegatronRunner(ModelRunner):
         return found
 
     def _forward(self, batch: MicroBatch) -> Any:
-        self.manager.refuse_schedule("A forward pass with gradient")
+        if why := self.manager.why_no_backward:
+            raise NotImplementedError(f"A forward pass with gradient: {why}")
         with self.topology.active():
             _, finish = self.forward_step(iter([batch]), self.manager.model[0])
             return finish(None)

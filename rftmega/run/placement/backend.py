@@ -84,6 +84,10 @@ class TrainablePolicy(Trainable, Policy, Protocol):
     def forward(self) -> Callable[..., Any]:
         """Returns a method that maps rows to TokenStats with gradient (`ModelRunner.forward`)."""
 
+    @property
+    def why_no_backward(self) -> str:
+        """Returns why `forward` can't run in this layout; "" if it can."""
+
 
 class TrainableValues(Trainable, ValueModel, Protocol):
     """TrainableValues is a Trainable that computes values."""
