@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 
 from rftmega.algorithms.losses import policy_loss
 from rftmega.algorithms.supervised import cross_entropy_loss
+from rftmega.backends.fsdp.sharding import local
 from rftmega.checkpoints.run_checkpoints import TrainingCheckpoints
 from rftmega.config import OptimizerConfig, ParallelConfig, TrainerConfig
 from rftmega.core.errors import CheckpointError
@@ -329,13 +330,20 @@ def names_body(world: Any, model: Path, kept: Path) -> None:
     """The names that users of other systems call."""
     actor = build_policy(model, P(), OPTIMIZER, backend="fsdp")
     losses_of(actor, 2)
-    manager, full = actor.manager, actor.residency.bytes()
+    manager = actor.manager
+    for number, weight in enumerate(manager.trained):
+        weight.parameter.grad = torch.full_like(weight.parameter, number + 0.5)
+    full = actor.residency.bytes()
+    assert full["gradients"] > 0
     manager.offload_param_and_grad(offload_grad=True)
     manager.offload_optimizer()
     assert set(actor.residency.bytes().values()) == {0}
     manager.load_param_and_grad(load_grad=True)
     manager.load_optimizer()
     assert actor.residency.bytes() == full
+    for number, weight in enumerate(manager.trained):
+        assert (local(weight.parameter.grad) == number + 0.5).all()
+    manager.zero_grad()
     actor.save_checkpoint(kept, step=2)
     expected = losses_of(actor, 2)
     actor.load_checkpoint(kept)
