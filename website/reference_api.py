@@ -392,11 +392,10 @@ OVERVIEW = (
     Row(
         "B05e", "datasets: reward model, safe", "equivalent",
         "rftmega.data.preference.load_preferences",
-        note="Train a reward model on pairs whose chosen response is the safer one, such as those of HH-RLHF. If a "
-        "record gives the "
-        "number of the safer response, convert it to a chosen and a rejected response first.",
-        test="tests/unit/data/test_supervised.py::"
-        "test_pairs_are_side_by_side_with_a_place_for_the_score_behind_each",
+        note="Set `data.chosen_key: safer_response_id` and `algorithm.reward_model_loss: cost` to train a cost model, and "
+        "use it as `reward.cost_path`, beside a reward model of helpfulness.",
+        test="tests/unit/data/test_published_records.py::"
+        "test_the_number_of_the_better_or_of_the_safer_response_chooses_it",
     ),
     Row(
         "B05f", "datasets: audio-language", "equivalent",

@@ -1,5 +1,7 @@
 """Losses of supervised fine-tuning and of reward models."""
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -44,30 +46,74 @@ def pairwise_loss() -> LossFn:
     """
 
     def loss(stats: TokenValues, experience: Experience) -> TokenLoss:
-        reward = last_value(stats.value, experience.rows)
-        assert len(reward) % 2 == 0, f"{len(reward)} rows are no pairs: a micro-batch split one"
-        chosen, rejected = reward[0::2], reward[1::2]
+        chosen, rejected = _scores_of_pairs(stats, experience)
         margin = chosen - rejected
-
-        def everywhere(pair: Tensor) -> Tensor:
-            return pair.repeat_interleave(2)[:, None].expand_as(stats.value)
-
         shown = {
             "accuracy": (margin > 0).float(),
             "margin": margin,
             "chosen_reward": chosen,
             "rejected_reward": rejected,
         }
-        weight = _at_end(stats.value, experience.rows)
-        weight[1::2] = 0.0
-        count = torch.tensor(len(margin), device=weight.device)
-        metrics = {
-            name: TokenMetric(everywhere(value.detach()), weight, count)
-            for name, value in shown.items()
-        }
-        return TokenLoss(everywhere(functional.softplus(-margin)), weight, count, metrics)
+        return _of_pairs(functional.softplus(-margin), shown, stats, experience)
 
     return loss
+
+
+def cost_loss() -> LossFn:
+    """Returns the loss function of a cost model, whose scores are higher for more harmful responses,
+    and above 0 for unsafe ones (Safe RLHF; arXiv:2310.12773, section 3.2).
+
+    The rows are pairs as for `pairwise_loss`, where the chosen response is the safer one, and
+    `Experience.unsafe` says which responses are unsafe. A pair's loss is -log sigmoid(rejected -
+    chosen) - log sigmoid(s_chosen chosen) - log sigmoid(s_rejected rejected), where s is 1 for an
+    unsafe and -1 for a safe response. `safety_accuracy` is the share of responses whose score has
+    the right sign.
+    """
+
+    def loss(stats: TokenValues, experience: Experience) -> TokenLoss:
+        chosen, rejected = _scores_of_pairs(stats, experience)
+        assert experience.unsafe is not None, "the loss of a cost model needs safety labels"
+        sign = torch.where(experience.unsafe, 1.0, -1.0).to(chosen)
+        margin = rejected - chosen
+        signed = [sign[0::2] * chosen, sign[1::2] * rejected]
+        value = sum((functional.softplus(-each) for each in signed), functional.softplus(-margin))
+        shown = {
+            "accuracy": (margin > 0).float(),
+            "safety_accuracy": torch.stack([(each > 0).float() for each in signed]).mean(0),
+            "margin": margin,
+            "chosen_cost": chosen,
+            "rejected_cost": rejected,
+        }
+        return _of_pairs(value, shown, stats, experience)
+
+    return loss
+
+
+def _scores_of_pairs(stats: TokenValues, experience: Experience) -> tuple[Tensor, Tensor]:
+    """Returns the scores of the chosen and of the rejected responses, one of each per pair."""
+    score = last_value(stats.value, experience.rows)
+    assert len(score) % 2 == 0, f"{len(score)} rows are no pairs: a micro-batch split one"
+    return score[0::2], score[1::2]
+
+
+def _of_pairs(
+    value: Tensor, shown: Mapping[str, Tensor], stats: TokenValues, experience: Experience
+) -> TokenLoss:
+    """Returns the loss `value` and the metrics `shown`, one number per pair, at the position of the
+    chosen row's score.
+    """
+    weight = _at_end(stats.value, experience.rows)
+    weight[1::2] = 0.0
+    count = torch.tensor(len(value), device=weight.device)
+
+    def everywhere(pair: Tensor) -> Tensor:
+        return pair.repeat_interleave(2)[:, None].expand_as(stats.value)
+
+    metrics = {
+        name: TokenMetric(everywhere(number.detach()), weight, count)
+        for name, number in shown.items()
+    }
+    return TokenLoss(everywhere(value), weight, count, metrics)
 
 
 def last_value(values: Column, rows: Rows[Column]) -> Tensor:

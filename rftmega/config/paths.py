@@ -66,6 +66,7 @@ READ: dict[str, Callable[[str], str]] = {
     "reward.functions": _of_function,
     "reward.judge_template": _of_template,
     "reward.model_path": _itself,
+    "reward.cost_path": _itself,
     "environment.tools": _of_function,
     "environment.function": _of_function,
     "environment.python": _itself,

@@ -26,6 +26,7 @@ from rftmega.config.options.bounds import (
 )
 from rftmega.config.options.environments import GivenEnvironment, SingleTurn, Tools
 from rftmega.config.options.parts import RewardPart
+from rftmega.config.options.scoring_models import ScoringModel
 from rftmega.config.options.secrecy import SecretText
 from rftmega.config.user_code.functions import name_of
 
@@ -440,7 +441,9 @@ class DataConfig:
     """
 
     chosen_key: str = "chosen"
-    """Preference data: key of the chosen response, or of a conversation that ends with it."""
+    """Preference data: key of the chosen response, or of a conversation that ends with it, or of
+    its number (better_response_id, safer_response_id) among response_0, response_1.
+    """
 
     rejected_key: str = "rejected"
     """Preference data: key of the rejected response, or of a conversation that ends with it."""
@@ -633,6 +636,14 @@ class RewardConfig:
     model_path: str = ""
     """Hugging Face folder of the reward model, a sequence classifier with one label."""
 
+    cost: NotNegative = 0.0
+    """Weight of a cost model's score, which is subtracted from the reward: higher scores mean more
+    harmful (trained with algorithm.reward_model_loss=cost).
+    """
+
+    cost_path: str = ""
+    """Hugging Face folder of the cost model, a sequence classifier with one label."""
+
     majority: bool = False
     """Majority vote over a prompt's completions as the reward, instead of labels (TTRL); the
     weights are then for evaluation only.
@@ -674,6 +685,14 @@ class RewardConfig:
     def function_names(self) -> list[str]:
         """Returns the names under which the scores of reward.functions are reported."""
         return [name_of(reference) for reference in self.functions]
+
+    def scoring_models(self) -> dict[str, ScoringModel]:
+        """Returns the value models that score completions, by the model's name in the run."""
+        named = {
+            "reward_model": ScoringModel("model", self.model, self.model_path, "reward.model_path"),
+            "cost_model": ScoringModel("cost", -self.cost, self.cost_path, "reward.cost_path"),
+        }
+        return {name: model for name, model in named.items() if model.weight}
 
     @property
     def reads_columns(self) -> bool:

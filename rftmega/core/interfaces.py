@@ -341,7 +341,7 @@ class Numerics(Protocol):
 
 class Machinery(Protocol):
     """Machinery holds the components of an RL run, built for its backend and engine: rollout
-    engine, weight sync, policy, and optional critic and reward model.
+    engine, weight sync, policy, optional critic, and the reward and cost models by name.
     """
 
     numerics: Numerics
@@ -351,7 +351,7 @@ class Machinery(Protocol):
     weights: WeightSync
     policy: Policy
     critic: ValueModel | None
-    reward_model: ValueModel | None
+    scoring_models: Mapping[str, ValueModel]
 
 
 class Checkpoints(Protocol):

@@ -259,6 +259,7 @@ class Rows(Generic[Column]):
     images: RowImages | None = None  # of the rows; None where none has one
     # of each token but the last, see expert_routes; None: the router chooses
     routes: Column | None = None
+    unsafe: Tensor | None = None  # [B] bool: the response is harmful; None: not known
 
     @staticmethod
     def of_completions(tokens: Tensor, prompt_lengths: Tensor, lengths: Tensor) -> "Rows":
@@ -315,6 +316,7 @@ class Rows(Generic[Column]):
             self.lengths + 1,
             longer(self.mask),
             self.images,
+            unsafe=self.unsafe,
         )
 
 
@@ -516,6 +518,7 @@ class Experience(Generic[Column]):
     leads: Tensor | None = None
     # expert routes used in the policy's update, see Rows; None: the router chooses
     routes: Column | None = None
+    unsafe: Tensor | None = None  # [B] bool, see Rows
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -529,6 +532,7 @@ class Experience(Generic[Column]):
             self.mask,
             self.images,
             self.routes,
+            self.unsafe,
         )
 
     @property

@@ -2,15 +2,18 @@
 
 Published formats are supported: a prompt and two responses; two conversations that end with the
 responses, with or without a separate prompt (UltraFeedback); two texts "Human: ... Assistant: ..."
-(HH-RLHF); a conversation and two messages (ShareGPT).
+(HH-RLHF); a conversation and two messages (ShareGPT); a prompt, response_0, response_1 and the
+number of the better or of the safer one (PKU-SafeRLHF).
 """
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from rftmega.config import DataConfig
 from rftmega.core.errors import DataError
@@ -37,6 +40,8 @@ class Pair:
 
     chosen: Example
     rejected: Example
+    # whether the chosen and the rejected response are unsafe; None: not read
+    unsafe: tuple[bool, bool] | None = None
 
 
 def load_preferences(
@@ -47,15 +52,17 @@ def load_preferences(
     max_prompt_tokens: int,
     max_response_tokens: int,
     most: int | None = None,
+    safety: bool = False,
 ) -> list[Pair]:
     """Returns one Pair per record of `source`.
 
-    `most`: maximum number of records to read, None: all. Raises DataError as `load_prompts` does.
+    `most`: maximum number of records to read, None: all. `safety`: read which responses are unsafe,
+    which every record must say. Raises DataError as `load_prompts` does.
     """
     encoder = Encoder(tokenizer, config, max_prompt_tokens, max_response_tokens)
     return load_examples(
         source,
-        partial(_parse, encoder),
+        partial(_parse, encoder, safety),
         too_long=config.too_long,
         noun="pairs",
         report=encoder.report,
@@ -68,18 +75,49 @@ def pair_rows(pairs: Sequence[Pair]) -> Rows:
     i. Each row ends with one more position, for the score of the whole response (see
     `Rows.with_end`).
     """
-    return rows_of(
-        [example for pair in pairs for example in (pair.chosen, pair.rejected)]
-    ).with_end()
+    rows = rows_of([example for pair in pairs for example in (pair.chosen, pair.rejected)])
+    labels = [label for pair in pairs for label in pair.unsafe or ()]
+    return replace(rows, unsafe=torch.tensor(labels) if labels else None).with_end()
 
 
-def _parse(encoder: Encoder, record: Record, index: int) -> Pair:
+def _parse(encoder: Encoder, safety: bool, record: Record, index: int) -> Pair:
     config, encoder = encoder.config, encoder.for_record(record)
     refuse_media(record, config)
+    number = value_at(record, config.chosen_key)
+    if isinstance(number, int) and not isinstance(number, bool):
+        return _numbered(encoder, record, number, safety)
+    if safety:
+        raise DataError(
+            f"algorithm.reward_model_loss=cost needs the number of the safer response (0 or 1) under data.chosen_key, as "
+            f'safer_response_id, and "{config.chosen_key}" holds {number!r:.40}.'
+        )
     return Pair(
         _example(encoder, record, config.chosen_key, "data.chosen_key"),
         _example(encoder, record, config.rejected_key, "data.rejected_key"),
     )
+
+
+def _numbered(encoder: Encoder, record: Record, chosen: int, safety: bool) -> Pair:
+    """Returns the pair of a record with the responses response_0 and response_1, of which `chosen`
+    is the number of the chosen one. `safety`: read which of them are unsafe.
+
+    Raises DataError if a key is missing, or `chosen` is neither 0 nor 1.
+    """
+    key = encoder.config.chosen_key
+    if chosen not in (0, 1):
+        raise DataError(f'"{key}" is {chosen}, but must be 0 or 1, the number of a response.')
+    numbers = (chosen, 1 - chosen)
+    labels = [f"is_response_{number}_safe" for number in numbers] if safety else []
+    needed = [*(f"response_{number}" for number in numbers), *labels]
+    if missing := [name for name in needed if name not in record]:
+        raise DataError(
+            f'"{key}" is the number of a response, so the record needs {", ".join(missing)} as well.'
+        )
+    said = [record[name] for name in labels]
+    if not all(isinstance(each, bool) for each in said):
+        raise DataError(f"{' and '.join(labels)} must be true or false.")
+    first, second = (_example(encoder, record, f"response_{number}", key) for number in numbers)
+    return Pair(first, second, unsafe=(not said[0], not said[1]) if safety else None)
 
 
 def _example(encoder: Encoder, record: Record, key: str, option: str) -> Example:

@@ -3,6 +3,7 @@ name.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from rftmega.config import RunConfig
@@ -76,11 +77,11 @@ def given_of(
 
     `most`: maximum number of records to read per file, None: all.
     """
-    read, rows = (
-        (load_supervised, rows_of)
-        if config.algorithm.task == "sft"
-        else (load_preferences, pair_rows)
-    )
+    safety = config.algorithm.reward_model_loss == "cost"
+    read: Callable[..., Sequence[Any]] = partial(load_preferences, safety=safety)
+    rows: Callable[..., Rows] = pair_rows
+    if config.algorithm.task == "sft":
+        read, rows = load_supervised, rows_of
 
     def load(source: str) -> Sequence[Any]:
         return read(source, tokenizer, config.data, **_limits(config), most=most)

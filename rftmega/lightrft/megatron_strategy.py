@@ -57,7 +57,7 @@ class LightRFTStrategy(StrategyBase):
         )
         self.policy: Policy = strategy.policy
         self.critic: ValueModel | None = strategy.critic
-        self.reward_model: ValueModel | None = strategy.reward_model
+        self.reward_model: ValueModel | None = strategy.scoring_models.get("reward_model")
         self.engine: RolloutEngine = strategy.engine
         self._versions = count()  # versions of the pushes of `update_engine_weights`
         self._accumulates = False  # whether `backward` has added gradients since the last step

@@ -21,7 +21,7 @@ from rftmega.run.placement.reinforcement import ReinforcementStrategy
 from rftmega.run.train import built_backend, tokenizer_of
 from rftmega.runtime.parallel import process_group
 from rftmega.trainer import Algorithm
-from rftmega.trainer.experience import ModelReward, collect
+from rftmega.trainer.experience import collect, model_rewards
 
 
 class ReinforcedActor(ABC):
@@ -155,11 +155,9 @@ class ReinforcedActor(ABC):
             self.reward,
             samples_per_prompt=self.cfg.rollout.samples_per_prompt,
         )
-        if self.strategy.reward_model is not None:
-            judge = ModelReward(
-                self.strategy.reward_model, self.cfg.reward.model, self.strategy.host
-            )
-            samples = judge(samples)
+        models = self.strategy.scoring_models
+        for scored in model_rewards(self.cfg.reward, models, self.strategy.host):
+            samples = scored(samples)
         return self.refill.trained(samples)
 
     def run_training(self) -> Metrics:

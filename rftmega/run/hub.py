@@ -33,11 +33,12 @@ def fetched(config: RunConfig, *, weights: bool = True) -> RunConfig:
         return _local(option, path, "model", patterns)
 
     reward_model = model("reward.model_path", config.reward.model_path)
+    cost_model = model("reward.cost_path", config.reward.cost_path)
     return replace(
         config,
         model=replace(config.model, path=model("model.path", config.model.path)),
         critic=replace(config.critic, path=model("critic.path", config.critic.path)),
-        reward=replace(config.reward, model_path=reward_model),
+        reward=replace(config.reward, model_path=reward_model, cost_path=cost_model),
         data=_data(config.data) if weights else config.data,
     )
 

@@ -72,7 +72,10 @@ def sources_of(config: RunConfig) -> Iterator[tuple[str, Path]]:
                 yield f"{option} {file.name}", file
     yield from ((f"plugins {Path(file).name}", Path(file)) for file in config.plugins)
     models = {"model.path": config.model.path, "critic.path": config.critic.path}
-    models |= {"reward.model_path": config.reward.model_path}
+    models |= {
+        "reward.model_path": config.reward.model_path,
+        "reward.cost_path": config.reward.cost_path,
+    }
     for option, folder in models.items():
         if folder and Path(folder).is_dir():
             beside = [file for file in files_of(Path(folder)) if file.suffix not in WEIGHTS]

@@ -40,8 +40,7 @@ def verify_models(world: World, config: RunConfig) -> None:
     folders = [config.model.path]
     if config.algorithm.advantage.needs_critic and config.critic.path:
         folders.append(config.critic.path)
-    if config.reward.model and config.reward.model_path:
-        folders.append(config.reward.model_path)
+    folders += [model.path for model in config.reward.scoring_models().values() if model.path]
     for folder in dict.fromkeys(map(Path, folders)):
         if not is_distributed(folder):  # verified piece by piece when it is read
             _verify(world, folder)

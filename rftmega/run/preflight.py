@@ -350,8 +350,8 @@ def _vllm_on_a_cpu(model: ModelDescription) -> list[str]:
 
 
 def _value_models(config: RunConfig, policy: ModelDescription) -> list[str]:
-    """Returns the problems of the critic and of the reward model, if the run has them; `policy`:
-    the policy, whose vocabulary they must have.
+    """Returns the problems of the critic and of the reward and cost models, if the run has them;
+    `policy`: the policy, whose vocabulary they must have.
     """
     found = []
     if config.algorithm.advantage.needs_critic and (
@@ -362,14 +362,14 @@ def _value_models(config: RunConfig, policy: ModelDescription) -> list[str]:
             config, "critic", "critic.path", path, config.critic.parallel, policy
         )
         found += reasons or _adapters_of_critic(config, path)
-    path = config.reward.model_path
-    if config.reward.model and path:
-        reasons = _value_model(
-            config, "reward model", "reward.model_path", path, config.parallel, policy
-        )
+    for name, chosen in config.reward.scoring_models().items():
+        path, what = chosen.path, name.replace("_", " ")
+        if not path:
+            continue
+        reasons = _value_model(config, what, chosen.option, path, config.parallel, policy)
         if not reasons and list(Path(path).glob("*.safetensors")) and HEAD not in HFFolder(path):
             reasons = [
-                f"reward.model_path={path} holds no {HEAD}: a policy says nothing about answers. Give a reward model."
+                f"{chosen.option}={path} holds no {HEAD}: a policy says nothing about answers. Give a {what}."
             ]
         found += reasons
     return found

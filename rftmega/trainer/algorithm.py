@@ -11,14 +11,14 @@ from rftmega.algorithms.kl import KLController
 from rftmega.algorithms.losses import policy_loss
 from rftmega.algorithms.mismatch import effectiveness_of
 from rftmega.algorithms.shaping import Shaping
-from rftmega.algorithms.supervised import cross_entropy_loss, pairwise_loss
+from rftmega.algorithms.supervised import cost_loss, cross_entropy_loss, pairwise_loss
 from rftmega.algorithms.values import value_loss
 from rftmega.config import RunConfig, without_secrets
 from rftmega.config.capabilities import engine_of
 from rftmega.core.interfaces import Host, Machinery, Policy, Reward, Scorer, ValueModel, ValueScorer
 from rftmega.core.types import LossFn
 from rftmega.trainer.dynamic_sampler import DynamicSampler
-from rftmega.trainer.experience import ExperienceMaker, ModelReward, ReplayBuffer
+from rftmega.trainer.experience import ExperienceMaker, ReplayBuffer, model_rewards
 from rftmega.trainer.journal import Journal, Journaled
 from rftmega.trainer.learner import Learner
 from rftmega.trainer.logprob_mismatch.gate import GapGate, limits_of
@@ -73,9 +73,7 @@ class Algorithm:
             parts=StepParts(
                 refill=self.refill(built.host),
                 replay=self.replay(machinery.policy, built.host),
-                model_reward=ModelReward(machinery.reward_model, config.reward.model, built.host)
-                if machinery.reward_model
-                else None,
+                model_rewards=model_rewards(config.reward, machinery.scoring_models, built.host),
                 gate=self.gate(built),
                 late_scoring=config.late_scoring,
                 journal=journal,
@@ -97,8 +95,9 @@ class Algorithm:
                 schedule=self.schedule,
                 stop=stop,
             )
+        loss_fn = cost_loss() if self.chosen.reward_model_loss == "cost" else pairwise_loss()
         return SupervisedTrainer(
-            model=model, loss_fn=pairwise_loss(), group_size=2, schedule=self.schedule, stop=stop
+            model=model, loss_fn=loss_fn, group_size=2, schedule=self.schedule, stop=stop
         )
 
     @property

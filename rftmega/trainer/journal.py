@@ -244,10 +244,11 @@ class Journaled:
         self.engine: RolloutEngine = JournaledEngine(built.engine, journal)
         self.weights = built.weights
         self.policy: Scorer = JournaledPolicy(built.policy, journal)
-        self.critic, self.reward_model = (
-            values(built.critic, "critic"),
-            values(built.reward_model, "reward model"),
-        )
+        self.critic = values(built.critic, "critic")
+        self.scoring_models: dict[str, ValueScorer] = {
+            name: JournaledValues(model, journal, name.replace("_", " "))
+            for name, model in built.scoring_models.items()
+        }
 
 
 def _otherwise(known: str, now: str) -> CheckpointError:

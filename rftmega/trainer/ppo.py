@@ -50,7 +50,7 @@ class StepParts:
     """Optional components of a training step.
 
     refill: selects the scored completions to train on. replay: adds completions of earlier steps.
-    model_reward: adds the scores of a reward model. gate: stops the run if the log-probs of engine
+    model_rewards: add the scores of reward and cost models. gate: stops the run if the log-probs of engine
     and trainer differ too much; None accepts any mismatch. late_scoring: take the log-probs before
     the update from the update's own forward pass instead of a separate pass; valid for one
     optimizer step per rollout without dropout, replay, or a KL in the reward. journal: the record
@@ -60,7 +60,7 @@ class StepParts:
 
     refill: DynamicSampler = field(default_factory=lambda: DynamicSampler(0))
     replay: ReplayMixer | None = None
-    model_reward: ModelReward | None = None
+    model_rewards: Sequence[ModelReward] = ()
     gate: GapGate | None = None
     late_scoring: bool = False
     journal: Journal | None = None
@@ -105,11 +105,11 @@ class PPOTrainer(Trainer):
         it. `parts`: optional components. `callbacks` and `stop`: see Trainer.
         """
         super().__init__(callbacks=callbacks, stop=stop, journal=parts.journal)
-        self.engine, self.weights, self.reward, self.model_reward = (
+        self.engine, self.weights, self.reward, self.model_rewards = (
             engine,
             weights,
             reward,
-            parts.model_reward,
+            parts.model_rewards,
         )
         self.maker, self.learner, self.host = maker, learner, maker.host
         self.refill, self.replay, self.gate = parts.refill, parts.replay, parts.gate
@@ -273,7 +273,9 @@ class PPOTrainer(Trainer):
         )
         self._lost += sum(rollout is not None and bool(rollout.lost) for rollout in rollouts)
         collected = self._collector(requests).collected(rollouts)
-        return collected if self.model_reward is None else self.model_reward(collected)
+        for model_reward in self.model_rewards:
+            collected = model_reward(collected)
+        return collected
 
     def _collector(self, requests: Sequence[Prompt]) -> GroupCollector:
         return GroupCollector(requests, self.reward, self.samples_per_prompt)

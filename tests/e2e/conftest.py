@@ -48,7 +48,11 @@ def write_arithmetic(folder: Path) -> None:
     encode.save_pretrained(folder / "model")
     records = [json.loads(line) for line in (folder / "train.jsonl").read_text().splitlines()]
     pairs = [
-        {"prompt": r["prompt"], "chosen": r["label"], "rejected": str(int(r["label"]) + 1)}
+        {
+            **{"prompt": r["prompt"], "chosen": r["label"], "rejected": str(int(r["label"]) + 1)},
+            **{"response_0": str(int(r["label"]) + 1), "response_1": r["label"]},
+            **{"safer_response_id": 1, "is_response_0_safe": False, "is_response_1_safe": True},
+        }
         for r in records
     ]
     for name, part in (("pairs", pairs[:-16]), ("held_out_pairs", pairs[-16:])):

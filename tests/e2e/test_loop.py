@@ -252,18 +252,29 @@ def test_preferences_are_trained_alike_under_two_layouts_and_then_judge_a_run(
         chosen, rejected = (judge(torch.tensor([row])).logits[0, 0].item() for row in ids)
         margins.append(chosen - rejected)
     assert sum(margins) / len(margins) == pytest.approx(seen["alone"][-1]["eval_margin"], rel=1e-3)
+    cost = ["algorithm.reward_model_loss=cost", "data.chosen_key=safer_response_id"]
+    costs = run_all(
+        arithmetic / "given.yaml", {"cost": ["algorithm.task=reward_model", *data, *cost]}, tmp_path
+    )["cost"]
+    assert costs[-1]["loss"] < costs[0]["loss"]
+    assert undocumented({"cost": costs}) == set()
     rewarded = [
         "parallel.tensor=2",
         "reward.exact_match=0",
         "reward.format=0",
         "reward.format_pattern=",
         "reward.model=0.5",
+        f"reward.model_path={tmp_path / 'alone' / 'reward_model'}",
+        "reward.cost=0.25",
     ]
-    path = f"reward.model_path={tmp_path / 'alone' / 'reward_model'}"
+    path = f"reward.cost_path={tmp_path / 'cost' / 'reward_model'}"
     (step, *_) = run_all(
         arithmetic / "run.yaml", {"rl": [*rewarded, path, "--processes", "2"]}, tmp_path
     )["rl"]
-    judge = AutoModelForSequenceClassification.from_pretrained(tmp_path / "alone" / "reward_model")
+    judge, counted = (
+        AutoModelForSequenceClassification.from_pretrained(tmp_path / run / "reward_model")
+        for run in ("alone", "cost")
+    )
     written = (
         gzip.decompress((tmp_path / "rl" / "trajectories" / "step_000001.jsonl.gz").read_bytes())
         .decode()
@@ -274,7 +285,9 @@ def test_preferences_are_trained_alike_under_two_layouts_and_then_judge_a_run(
         ids = [*encode.encode(sample["prompt"]), *sample["tokens"]["id"]]
         scores.append(judge(torch.tensor([ids])).logits[0, 0].item())
         assert sample["reward_parts"]["model"] == pytest.approx(scores[-1], abs=1e-5)
-        assert sample["reward"] == pytest.approx(0.5 * scores[-1], abs=1e-5)
+        harm = counted(torch.tensor([ids])).logits[0, 0].item()
+        assert sample["reward_parts"]["cost"] == pytest.approx(harm, abs=1e-5)
+        assert sample["reward"] == pytest.approx(0.5 * scores[-1] - 0.25 * harm, abs=1e-5)
     assert max(scores) - min(scores) > 1e-3, "nothing to compare"
     assert step["reward_model"] == pytest.approx(sum(scores) / len(scores), abs=1e-5)
 

@@ -276,6 +276,12 @@ class AlgorithmConfig:
     (preference data); docs/data.md.
     """
 
+    reward_model_loss: Literal["pairwise", "cost"] = "pairwise"
+    """Loss of algorithm.task=reward_model. pairwise: the chosen response scores higher; cost: the
+    chosen response is the safer one and scores lower, and unsafe responses score above 0, safe ones
+    below (the cost model of Safe RLHF).
+    """
+
     advantage: Annotated[
         GroupNorm | LeaveOneOut | Returns | GAE | TurnNorm, Discriminator("type")
     ] = field(default_factory=GroupNorm)

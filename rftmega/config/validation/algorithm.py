@@ -47,6 +47,11 @@ def algorithm_options(config: RunConfig) -> list[str]:
             f"algorithm.replay.max_age={max_age} with algorithm.advantage.type={advantage.type}: advantages of earlier steps are "
             "those of an earlier critic. Set it to 0."
         )
+    if algorithm.reward_model_loss != "pairwise":
+        found.append(
+            f"algorithm.reward_model_loss={algorithm.reward_model_loss}: with algorithm.task={algorithm.task} nothing reads it. "
+            "Leave it out."
+        )
     if isinstance(loss, Clip) and 0 < loss.dual <= 1:
         found.append(f"algorithm.policy_loss.dual={loss.dual} must be above 1, or 0 for none.")
     if kl.coef and kl.estimator == "k1" and kl.placement == "loss":

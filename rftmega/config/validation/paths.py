@@ -8,6 +8,7 @@ PATHS = {  # option -> whether an empty path means none
     "model.lora.path": True,
     "critic.path": True,
     "reward.model_path": True,
+    "reward.cost_path": True,
     "reward.judge_cache": True,
     "rollout.order": True,
     "rollout.server_list": True,

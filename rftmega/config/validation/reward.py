@@ -28,7 +28,7 @@ REWARD_OPTIONS = {  # option -> components that read it
     },
 }
 COMPARING = {"exact_match", "math", "multiple_choice", "code"}  # a response with its label
-NAMES_OF_METRICS = ("reward", "majority", "model", "accuracy")
+NAMES_OF_METRICS = ("reward", "majority", "model", "cost", "accuracy")
 
 
 def reward_parts(config: RunConfig) -> list[str]:
@@ -48,7 +48,9 @@ def reward_parts(config: RunConfig) -> list[str]:
             found.append(
                 f"reward.recipe.{kind} gives no part a weight, so nothing could be learnt from it."
             )
-    weighs = reward.model or config.environment.may_reward or any(reward.weights().values())
+    weighs = (
+        reward.scoring_models() or config.environment.may_reward or any(reward.weights().values())
+    )
     if not reward.recipe and not weighs:
         found.append(
             "No reward has a weight, so nothing could be learnt. Set one of: "
@@ -190,11 +192,14 @@ def _beside_labels(config: RunConfig) -> list[str]:
     """
     reward, found = config.reward, []
     sampled = config.algorithm.dynamic_sampling
-    if bool(reward.model) != bool(reward.model_path):
-        found.append(
-            f"reward.model={reward.model} and reward.model_path={reward.model_path!r} need each other: a weight, and the "
-            "folder of a reward model."
+    found += [
+        f"reward.{name}={weight} and reward.{name}_path={path!r} need each other: a weight, and the folder of a {what} model."
+        for name, what, weight, path in (
+            ("model", "reward", reward.model, reward.model_path),
+            ("cost", "cost", reward.cost, reward.cost_path),
         )
+        if bool(weight) != bool(path)
+    ]
     if reward.model and reward.majority:
         found.append(
             "reward.majority and reward.model are two ways to do without labels. Take one of them."
@@ -228,11 +233,12 @@ def _beside_labels(config: RunConfig) -> list[str]:
             f"algorithm.dynamic_sampling.max_rounds={sampled.max_rounds} compares a prompt's completions, and there is one of "
             "each. Raise rollout.samples_per_prompt (and rollout.train_samples_per_prompt), or set it to 0."
         )
-    if reward.model and sampled.max_rounds:
-        found.append(
-            f"algorithm.dynamic_sampling.max_rounds={sampled.max_rounds} with reward.model: the engine gives its memory to the "
-            "reward model and could not go on. Set it to 0."
-        )
+    if sampled.max_rounds:
+        found += [
+            f"algorithm.dynamic_sampling.max_rounds={sampled.max_rounds} with {model.option.removesuffix('_path')}: the engine "
+            f"gives its memory to the {name.replace('_', ' ')} and could not go on. Set it to 0."
+            for name, model in reward.scoring_models().items()
+        ]
     scored = reward.in_every_completion() - (set() if config.data.label_key else {"exact_match"})
     everywhere = ["majority"] if reward.majority else sorted(scored)
     if sampled.metric and sampled.metric not in everywhere:

@@ -37,7 +37,7 @@ def step_rows(config: RunConfig) -> list[str]:
     longest = config.rollout.max_row_tokens
     together, what = (1, "one row") if task != "reward_model" else (2, "a pair of rows")
     # a score takes one more position at the end of the row
-    longest += int(task == "reward_model" or bool(config.reward.model))
+    longest += int(task == "reward_model" or bool(config.reward.scoring_models()))
     attention_cap = config.trainer.max_attention_per_micro_batch
     if attention_cap and attention_cap < together * longest**2:
         found.append(
@@ -135,6 +135,7 @@ def _replaced(config: RunConfig) -> list[str]:
         "model.lora.path": config.model.lora.path,
         "critic.path": config.critic.path,
         "reward.model_path": config.reward.model_path,
+        "reward.cost_path": config.reward.cost_path,
     } | {f"model.lora.evaluated.{name}": path for name, path in config.model.lora.evaluated.items()}
     written = [Path(folder).resolve() for folder in config.exports()]
     return [

@@ -24,7 +24,7 @@ OF_ROLLOUTS = (
 )
 READ_OF_GIVEN = {  # options of algorithm and rollout that a task without rollouts reads
     "sft": (*OF_EVERY_TASK, "algorithm.loss_aggregation", "algorithm.ema_beta", *LENGTHS),
-    "reward_model": (*OF_EVERY_TASK, *LENGTHS),
+    "reward_model": (*OF_EVERY_TASK, "algorithm.reward_model_loss", *LENGTHS),
 }
 
 

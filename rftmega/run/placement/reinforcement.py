@@ -76,10 +76,10 @@ class ReinforcementStrategy:
         self._built(actor)
         self.label = actor.label
         judges = self._build_value_models()
-        judge = judges.get("reward_model")
         self._frozen: dict[str, int] = {}
-        if judge is not None and judge.sum_of_frozen is not None:
-            self._frozen["reward.model_path"] = judge.sum_of_frozen
+        for name, chosen in config.reward.scoring_models().items():
+            if (total := judges[name].sum_of_frozen) is not None:
+                self._frozen[chosen.option] = total
         self.trained: dict[str, TrainedModel] = {
             name: model for name, model in judges.items() if name == "critic"
         } | {POLICY: actor}
@@ -116,7 +116,7 @@ class ReinforcementStrategy:
         self, world: World, environment: Environment, judges: Mapping[str, TrainableValues]
     ) -> None:
         """Connects the engine with the models: device phases, the pool that serves rollout
-        requests, and weight sync. `judges`: the value models, "critic" and "reward_model", by name.
+        requests, and weight sync. `judges`: the value models by name: "critic", "reward_model", "cost_model".
         """
         config, actor = self.config, self.actor
         separate = config.strategy == "separate"
@@ -130,7 +130,9 @@ class ReinforcementStrategy:
         self.policy: Policy = ColocatedPolicy(actor, self.phases)
         faces = {name: ColocatedValues(model, self.phases, name) for name, model in judges.items()}
         self.critic: ValueModel | None = faces.get("critic")
-        self.reward_model: ValueModel | None = faces.get("reward_model")
+        self.scoring_models: Mapping[str, ValueModel] = {
+            name: faces[name] for name in config.reward.scoring_models()
+        }
         face: Any = ServerPool if separate else EnginePool
         if config.trainer.max_staleness:
             face = StreamingPool if separate else PartialRolloutPool
@@ -170,8 +172,8 @@ class ReinforcementStrategy:
 
     def _build_value_models(self) -> dict[str, TrainableValues]:
         """Builds the configured value models: the critic, with the layout and the optimizer of its
-        own section, and the reward model, with the policy's layout and no optimizer. If the policy
-        has adapters, the critic gets new ones of the same kind.
+        own section, and the reward and cost models, with the policy's layout and no optimizer. If
+        the policy has adapters, the critic gets new ones of the same kind.
         """
         config, found = self.config, {}
         lora = replace(config.model.lora, path="")
@@ -180,10 +182,10 @@ class ReinforcementStrategy:
             model = replace(config.model, path=chosen.path or config.model.path, lora=lora)
             own = replace(config, model=model, parallel=chosen.parallel, optimizer=chosen.optimizer)
             found["critic"] = self._built(self.backend.value_model(own, role="critic"))
-        if config.reward.model:
-            model = replace(config.model, path=config.reward.model_path, lora=LoRA())
+        for name, scoring in config.reward.scoring_models().items():
+            model = replace(config.model, path=scoring.path, lora=LoRA())
             own = replace(config, model=model)
-            found["reward_model"] = self._built(self.backend.value_model(own, role="reward"))
+            found[name] = self._built(self.backend.value_model(own, role="reward"))
         for name, built in found.items():
             if self.is_main:
                 log.info(

@@ -144,7 +144,7 @@ def laid_out(models: Mapping[str, PlannedModel], config: RunConfig) -> dict[str,
     """Returns copies of the models with the layouts and optimizers of `config`, by name."""
     own = {
         "critic": (config.critic.parallel, config.critic.optimizer),
-        "reward_model": (config.parallel, None),
+        **dict.fromkeys(config.reward.scoring_models(), (config.parallel, None)),
     }
     return {
         name: planned.with_layout(*own.get(name, (config.parallel, config.optimizer)))

@@ -65,7 +65,7 @@ class PlannedModel:
 def models_of(
     config: RunConfig, *, auto: str = "bfloat16", narrow_whole: bool = True
 ) -> dict[str, PlannedModel]:
-    """Returns the models of a run by name: policy, critic, reward_model.
+    """Returns the models of a run by name: policy, critic, reward_model, cost_model.
 
     `auto`: the dtype that model.dtype=auto stands for; `narrow_whole`: whether every
     tensor-parallel rank holds all of latent attention's down-projections, as in Transformer Engine.
@@ -110,8 +110,8 @@ def models_of(
         found["critic"] = planned(
             critic.path or policy, critic.parallel, critic.optimizer, value=True
         )
-    if config.reward.model:
-        found["reward_model"] = planned(config.reward.model_path, config.parallel, None, value=True)
+    for name, chosen in config.reward.scoring_models().items():
+        found[name] = planned(chosen.path, config.parallel, None, value=True)
     return found
 
 

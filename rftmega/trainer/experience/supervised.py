@@ -21,4 +21,5 @@ def given(rows: Rows) -> Experience:
         old_logp=zeros,
         reference_logp=None,
         advantage=zeros,
+        unsafe=rows.unsafe,
     )

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from rftmega.algorithms.aggregation import AGGREGATIONS, token_mean
-from rftmega.algorithms.supervised import cross_entropy_loss, last_value, pairwise_loss
+from rftmega.algorithms.supervised import cost_loss, cross_entropy_loss, last_value, pairwise_loss
 from rftmega.core.types import Experience, Rows, TokenLoss, TokenStats, TokenValues
 from rftmega.trainer.experience import given
 
@@ -93,6 +93,60 @@ def test_the_pairwise_loss_is_its_formula(seed: int) -> None:
     assert mean["accuracy"] == pytest.approx(
         sum(a > b for a, b in zip(last[::2], last[1::2], strict=True)) / 3
     )
+
+
+UNSAFE = [False, True, False, False, True, True]
+
+
+def cost_by_hand(values: Tensor) -> tuple[float, Tensor]:
+    """The cost model's loss of Safe RLHF, and its gradient, response by response."""
+    gradient = torch.zeros_like(values)
+    total, pairs = 0.0, len(LENGTHS) // 2
+    for pair in range(pairs):
+        ends = {row: LENGTHS[row] - 1 for row in (2 * pair, 2 * pair + 1)}
+        (safer, a), (worse, b) = ends.items()
+        harm = 1 / (1 + math.exp(float(values[safer, a]) - float(values[worse, b])))
+        total -= math.log(harm)
+        gradient[safer, a] += (1 - harm) / pairs
+        gradient[worse, b] -= (1 - harm) / pairs
+        for row, end in ends.items():
+            sign = 1 if UNSAFE[row] else -1
+            right = 1 / (1 + math.exp(-sign * float(values[row, end])))
+            total -= math.log(right)
+            gradient[row, end] -= sign * (1 - right) / pairs
+    return total / pairs, gradient
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_loss_of_a_cost_model_is_its_formula(seed: int) -> None:
+    ended = replace(rows(), unsafe=torch.tensor(UNSAFE)).with_end()
+    values = numbers(ended, seed)
+    loss = cost_loss()(TokenValues(values), given(ended))
+    reduced(loss).backward()
+    value, gradient = cost_by_hand(values.detach())
+    assert reduced(loss).item() == pytest.approx(value, rel=1e-6)
+    torch.testing.assert_close(values.grad, gradient, atol=1e-6, rtol=1e-6)
+    mean = {name: ((m.value * m.weight).sum() / m.count).item() for name, m in loss.metrics.items()}
+    last = [float(values[b, n - 1].detach()) for b, n in enumerate(LENGTHS)]
+    right = [(score > 0) == unsafe for score, unsafe in zip(last, UNSAFE, strict=True)]
+    assert mean["safety_accuracy"] == pytest.approx(sum(right) / 6)
+    harmful = [worse > safer for safer, worse in zip(last[::2], last[1::2], strict=True)]
+    assert mean["accuracy"] == pytest.approx(sum(harmful) / 3)
+    assert mean["margin"] == pytest.approx((sum(last[1::2]) - sum(last[::2])) / 3)
+    assert mean["chosen_cost"] == pytest.approx(sum(last[::2]) / 3)
+
+
+def test_safety_labels_follow_their_rows_into_micro_batches() -> None:
+    ended = replace(rows(), unsafe=torch.tensor(UNSAFE)).with_end()
+    whole, values = given(ended), numbers(ended, 0)
+    parts = [whole.select(torch.tensor(rows)) for rows in ([4, 5], [0, 1, 2, 3])]
+    losses = [
+        cost_loss()(TokenValues(values[rows][:, : part.mask.shape[1]]), part)
+        for rows, part in zip(([4, 5], [0, 1, 2, 3]), parts, strict=True)
+    ]
+    total = sum((loss.value * loss.weight).sum() for loss in losses)
+    expected = cost_by_hand(values.detach())[0]
+    assert float(total) / 3 == pytest.approx(expected, rel=1e-6)
 
 
 def test_pairs_may_come_in_any_order_and_in_any_micro_batch() -> None:

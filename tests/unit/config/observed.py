@@ -198,11 +198,12 @@ class Strategy:
             if config.algorithm.advantage.needs_critic
             else None
         )
-        self.reward_model = (
-            Model(config, seen, data_parallel, values=True) if config.reward.model else None
-        )
-        if self.reward_model:
-            self.reward_model.machine.table.data = torch.arange(WORDS, dtype=torch.float32)
+        self.scoring_models = {
+            name: Model(config, seen, data_parallel, values=True)
+            for name in config.reward.scoring_models()
+        }
+        for model in self.scoring_models.values():
+            model.machine.table.data = torch.arange(WORDS, dtype=torch.float32)
         self.model = Model(
             config, seen, data_parallel, values=config.algorithm.task == "reward_model"
         )

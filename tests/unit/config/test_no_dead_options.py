@@ -51,6 +51,7 @@ SFT = (
     "trainer.trajectories=10",
 )
 PAIRS = ("algorithm.task=reward_model", *SFT[1:])
+NUMBERED = (*PAIRS, "data.chosen_key=safer_response_id")
 KINDS = ("reward.recipe={{a: {{exact_match: 1}}, b: {{exact_match: 3}}}}",)
 MAJORITY = ("reward.majority=true",)
 OVERLAP = ("optimizer.distributed=true", "optimizer.overlap_grad_reduce=true")
@@ -203,12 +204,15 @@ OPTIONS: dict[str, Live] = {
     "reward.judge_cache": Live("{folder}/judged.jsonl", JUDGE, dead=()),
     "reward.model": Live("1", ("reward.model_path={moe}",), dead=("algorithm.task=sft",)),
     "reward.model_path": Live("{moe}", ("reward.model=1", "reward.model_path={policy}"), lambda c: value_model(c).model, dead=()),
+    "reward.cost": Live("1", ("reward.cost_path={moe}",), dead=("algorithm.task=sft",)),
+    "reward.cost_path": Live("{moe}", ("reward.cost=1", "reward.cost_path={policy}"), lambda c: value_model(c).model, dead=()),
     "reward.majority": Live("true", dead=("algorithm.task=sft",)),
     "reward.functions": Live("[{functions}:shorter]", dead=MAJORITY),
     "reward.function_weights": Live("[2]", ("reward.functions=[{functions}:shorter]",), dead=()),
     "reward.recipe": Live("{{a: {{exact_match: 1}}, b: {{exact_match: 3}}}}", dead=MAJORITY),
     "algorithm.recipe": Live("dr_grpo"),
     "algorithm.task": Live("reward_model", SFT),
+    "algorithm.reward_model_loss": Live("cost", NUMBERED, dead=("algorithm.task=sft",)),
     "algorithm.advantage.type": Live("leave_one_out", dead=("algorithm.task=sft",)),
     "algorithm.advantage.scale_by_std of group_norm": Live("false"),
     "algorithm.advantage.clip_filter_weight of group_norm": Live("3"),
@@ -524,6 +528,8 @@ def names(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
                 "prompt": "abcde"[: 2 + (i + shift) % 4], "question": "edcba"[: 1 + (i + shift) % 4],
                 "label": "1", "answer": "222", "kind": "ab"[i % 2], "sort": "ba"[i % 2], "letter": "ABC"[i % 3],
                 "response": "123"[(i + shift) % 3] * (1 + i % 2), "chosen": "12", "rejected": "2",
+                "response_0": "1", "response_1": "23", "safer_response_id": i % 2,
+                "is_response_0_safe": True, "is_response_1_safe": False,
                 "tests": json.dumps({"inputs": [""], "outputs": [str(i)]}),
             }
             for i in range(7)
@@ -694,6 +700,7 @@ def test_every_option_is_read_outside_the_config() -> None:
             }
     # replaced by what it stands for; a part of `DataConfig.held_out`
     by_config = {"algorithm.recipe", "data.evals", "plugins", "reward.function_weights"}
+    by_config |= {"reward.cost"}  # `RewardConfig.scoring_models`
     # read by name, rewards/mix.py
     weights = {f"reward.{part}" for part in RunConfig().reward.parts()}
     assert {

@@ -10,7 +10,7 @@ from pyarrow import parquet
 
 from rftmega.config import DataConfig
 from rftmega.core.errors import DataError
-from rftmega.data.preference import Pair, load_preferences
+from rftmega.data.preference import Pair, load_preferences, pair_rows
 from rftmega.data.prompts import load_prompts
 from rftmega.data.records import value_at, with_value
 from rftmega.data.supervised import load_supervised
@@ -212,6 +212,54 @@ FORMS = {
     },
     "JSON text": {"chosen": json.dumps([HI, YES]), "rejected": json.dumps([HI, NO])},
 }
+SAFE_RLHF = {
+    "prompt": [HI],
+    "response_0": "no",
+    "response_1": "yes",
+    "is_response_0_safe": False,
+    "is_response_1_safe": True,
+    "better_response_id": 0,
+    "safer_response_id": 1,
+}
+
+
+def test_the_number_of_the_better_or_of_the_safer_response_chooses_it(
+    ours: Tokenizer, tmp_path: Path
+) -> None:
+    """The columns of PKU-SafeRLHF."""
+    path = written(tmp_path, SAFE_RLHF, SAFE_RLHF | {"safer_response_id": 0})
+    better, _ = load_preferences(path, ours, DataConfig(chosen_key="better_response_id"), **LIMITS)
+    assert shown(ours, better) == ANSWERED[::-1]
+    assert better.unsafe is None
+    config = DataConfig(chosen_key="safer_response_id")
+    pairs = load_preferences(path, ours, config, safety=True, **LIMITS)
+    assert [shown(ours, pair) for pair in pairs] == [ANSWERED, ANSWERED[::-1]]
+    rows = pair_rows(pairs)
+    assert rows.unsafe is not None
+    assert rows.unsafe.tolist() == [False, True, True, False]
+    assert pair_rows([better]).unsafe is None
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"safer_response_id": 2}, '"safer_response_id" is 2, but must be 0 or 1'),
+        ({"response_1": ...}, "so the record needs response_1 as well"),
+        ({"is_response_0_safe": ...}, "so the record needs is_response_0_safe as well"),
+        ({"is_response_0_safe": "no"}, "must be true or false"),
+        ({"safer_response_id": "yes"}, "needs the number of the safer response (0 or 1)"),
+        ({"safer_response_id": True}, "needs the number of the safer response (0 or 1)"),
+        ({"response_0": None}, "response_0"),
+    ],
+)
+def test_a_record_of_a_cost_model_that_lacks_something_is_refused(
+    changed: dict[str, Any], said: str, ours: Tokenizer, tmp_path: Path
+) -> None:
+    record = {name: value for name, value in (SAFE_RLHF | changed).items() if value is not ...}
+    path, config = written(tmp_path, record), DataConfig(chosen_key="safer_response_id")
+    with pytest.raises(DataError, match=r"a\.jsonl:1: ") as caught:
+        load_preferences(path, ours, config, safety=True, **LIMITS)
+    assert said in str(caught.value)
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -163,8 +163,11 @@ def test_value_models_fit_the_policys_tokens_and_a_reward_model_has_a_head(tmp_p
         ConfigError, match=r"holds no score.weight: a policy says nothing about answers"
     ):
         preflight(config, 1)
-    config.reward.model = 0.0
-    config.reward.model_path = ""
+    config.reward.model, config.reward.model_path = 0.0, ""
+    config.reward.cost, config.reward.cost_path = 1.0, config.model.path
+    with pytest.raises(ConfigError, match=r"reward.cost_path=.* Give a cost model."):
+        preflight(config, 1)
+    config.reward.cost, config.reward.cost_path = 0.0, ""
     config.algorithm.advantage = GAE()
     config.critic.path = str(
         save_tiny(tmp_path / "other", "qwen3", vocab_size=77, max_position_embeddings=16)

@@ -102,7 +102,7 @@ class Machinery:
             if config.algorithm.advantage.needs_critic
             else None
         )
-        self.reward_model = None
+        self.scoring_models: dict[str, Any] = {}
         self.inner = Alone(config.rollout, vocabulary=WORDS, stop_ids=[STOP])
         self.engine = self.weights = self
 

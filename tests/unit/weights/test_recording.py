@@ -65,6 +65,7 @@ def test_a_copy_is_plain_where_it_takes_a_box(loader: Loader, box: object, targe
         lambda p, t: p[:, :6].copy_(t.t().contiguous()[:4, :6]),
         lambda p, t: p[:, :6].copy_(t[:4].double()),
         lambda p, t: p[:, :6].copy_(t[0]),  # one row for four
+        lambda p, t: p[:, :6].copy_(t[:1]),  # as a block of one row
         lambda p, t: p[:, :6].add_(t[:4]),
         lambda p, t: torch.add(t[:4], 1, out=p[:, :6]),
     ],

@@ -70,6 +70,12 @@ def test_a_sound_config_has_no_violations(config_file: Path) -> None:
         ("reward.reasoning_markers=[a, a]", 1, "must be two different texts"),
         ("reward.reasoning_markers=['', b]", 1, "must be two different texts"),
         ("reward.model=1", 1, "reward.model=1.0 and reward.model_path='' need each other"),
+        ("reward.cost=1", 1, "reward.cost=1.0 and reward.cost_path='' need each other"),
+        (
+            "algorithm.reward_model_loss=cost",
+            1,
+            "algorithm.reward_model_loss=cost: with algorithm.task=rl nothing reads it",
+        ),
         ("algorithm.ptx_coef=0.1", 1, "algorithm.ptx_coef=0.1 and data.ptx='' need each other"),
         ("data.ptx=/tmp", 1, "algorithm.ptx_coef=0.0 and data.ptx='/tmp' need each other"),
         (
