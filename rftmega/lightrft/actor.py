@@ -73,27 +73,6 @@ class PolicyActor(Generic[Processor]):
         found: Any = self.forward(*given, **settings)  # type: ignore[attr-defined]
         return found
 
-    def _rows(
-        self,
-        sequences: Tensor,
-        num_actions: int | Sequence[int] | Tensor | None,
-        attention_mask: Tensor | None,
-        packed_seq_lens: Sequence[int] | Tensor | None,
-    ) -> Rows:
-        """Returns the sequences that `forward` gets as Rows, token sequences that start at column
-        0; the arguments are those of `forward`.
-        """
-        if num_actions is None:
-            raise ValueError(
-                "num_actions=None asks for logits, which stay where they are computed. Give the number of the response's columns."
-            )
-        if self.packing_samples:
-            if packed_seq_lens is None:
-                raise ValueError("packing_samples needs packed_seq_lens. Give each row's length.")
-            return _packed(sequences, num_actions, packed_seq_lens).rows()
-        mask = torch.ones_like(sequences) if attention_mask is None else attention_mask
-        return rows_of_canvas(sequences, mask, int(num_actions))  # type: ignore[arg-type]
-
     def _forward_result(self, rows: Rows, return_output: bool) -> Any:
         """Returns the result of `forward` for rows that contain their images and waveforms:
         log-probs, and with `return_output` also the TokenStats. They have a gradient if torch
@@ -107,6 +86,29 @@ class PolicyActor(Generic[Processor]):
         if self.packing_samples:
             found = found[per_action(rows.mask, rows)][None]
         return (found, stats) if return_output else found
+
+
+def rows_of_call(
+    sequences: Tensor,
+    num_actions: int | Sequence[int] | Tensor | None,
+    attention_mask: Tensor | None,
+    packed_seq_lens: Sequence[int] | Tensor | None,
+    *,
+    packed: bool,
+) -> Rows:
+    """Returns the sequences that a model's `forward` gets as Rows, token sequences that start at
+    column 0; the arguments are those of `forward`. `packed`: the sequences are packed into one row.
+    """
+    if num_actions is None:
+        raise ValueError(
+            "num_actions=None asks for logits, which stay where they are computed. Give the number of the response's columns."
+        )
+    if packed:
+        if packed_seq_lens is None:
+            raise ValueError("packing_samples needs packed_seq_lens. Give each row's length.")
+        return _packed(sequences, num_actions, packed_seq_lens).rows()
+    mask = torch.ones_like(sequences) if attention_mask is None else attention_mask
+    return rows_of_canvas(sequences, mask, int(num_actions))  # type: ignore[arg-type]
 
 
 def _packed(

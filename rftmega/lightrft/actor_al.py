@@ -12,7 +12,7 @@ from rftmega.core.media_positions import RowImages
 from rftmega.core.types import Rows
 from rftmega.core.waveform_positions import PlacedWaveform
 from rftmega.data.media.audio_processor import AudioProcessor
-from rftmega.lightrft.actor import PolicyActor
+from rftmega.lightrft.actor import PolicyActor, rows_of_call
 
 
 class ActorAL(PolicyActor[AudioProcessor]):
@@ -52,7 +52,9 @@ class ActorAL(PolicyActor[AudioProcessor]):
         seen = (pixel_values, image_grid_thw, pixel_values_videos, video_grid_thw)
         if any(each is not None for each in seen):
             raise ValueError("ActorAL hears and does not see. Give waveforms as audio_values.")
-        rows = self._rows(sequences, num_actions, attention_mask, packed_seq_lens)
+        rows = rows_of_call(
+            sequences, num_actions, attention_mask, packed_seq_lens, packed=self.packing_samples
+        )
         rows = with_frames(rows, audio_values, feature_attention_mask, self.processor)
         found = self._forward_result(rows, return_output)
         if not return_aligned_inputs:

@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from rftmega.data.media.image_processor import ImageProcessor
-from rftmega.lightrft.actor import PolicyActor
+from rftmega.lightrft.actor import PolicyActor, rows_of_call
 from rftmega.lightrft.image_inputs import Patches
 from rftmega.lightrft.padded_experience import with_patches
 
@@ -42,7 +42,9 @@ class ActorVL(PolicyActor[ImageProcessor]):
         assumed to last one second, the default of transformers. Raises ValueError if rows and
         images don't match.
         """
-        rows = self._rows(sequences, num_actions, attention_mask, packed_seq_lens)
+        rows = rows_of_call(
+            sequences, num_actions, attention_mask, packed_seq_lens, packed=self.packing_samples
+        )
         patches = Patches(pixel_values, image_grid_thw, pixel_values_videos, video_grid_thw)
         rows = with_patches(rows, patches, self.processor)
         return self._forward_result(rows, return_output)

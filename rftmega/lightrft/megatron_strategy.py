@@ -60,7 +60,8 @@ class LightRFTStrategy(StrategyBase):
         self.reward_model: ValueModel | None = strategy.scoring_models.get("reward_model")
         self.engine: RolloutEngine = strategy.engine
         self._versions = count()  # versions of the pushes of `update_engine_weights`
-        self._accumulates = False  # whether `backward` has added gradients since the last step
+        # names of the models to which `backward` has added gradients since the last step
+        self._accumulates: set[str] = set()
 
     def close(self) -> None:
         """Stops the engine. Must be called before the process groups are destroyed."""
@@ -92,24 +93,25 @@ class LightRFTStrategy(StrategyBase):
         return audio_processor_of(self.config.model.path)
 
     def backward(self, loss: Any, model: Any, optimizer: Any, **kwargs: Any) -> None:
-        """Adds the gradient of `loss`, a scalar that was computed from `model`'s log-probs with
-        gradient; `optimizer_step` averages over the processes. `optimizer` is ignored.
+        """Adds the gradient of `loss`, a scalar that was computed from the policy's log-probs or the
+        critic's values with gradient; `optimizer_step` averages over the processes. `model`: the
+        policy or the critic. `optimizer` is ignored.
 
         Raises NotImplementedError if the model has pipeline stages, whose schedule runs forward and
         backward passes together, and ValueError if `loss` has no gradient.
         """
-        actor = self._learner(model)
-        manager = actor.manager
+        name, learner = self._learner(model)
+        manager = learner.manager
         if why := manager.why_no_backward:
             raise NotImplementedError(f"backward: {why}")
         if not loss.requires_grad:
             raise ValueError(
-                "backward: the loss has no gradient. Compute it from the actor's log-probs outside torch.no_grad()."
+                "backward: the loss has no gradient. Compute it from log-probs or values outside torch.no_grad()."
             )
-        self.strategy.phases.update()
-        if not self._accumulates:  # what an earlier step has left
+        self.strategy.phases.update(name)
+        if name not in self._accumulates:  # what an earlier step has left
             manager.zero_grad()
-        self._accumulates = True
+        self._accumulates.add(name)
         manager.backward(loss)
 
     def optimizer_step(
@@ -117,22 +119,22 @@ class LightRFTStrategy(StrategyBase):
     ) -> None:
         """Takes an optimizer step of `model` on the gradients of all `backward` calls since the last
         one: their sum, averaged over the processes that computed different rows. Clips the
-        gradient and advances the learning-rate schedule as `policy.step` does. A step with
+        gradient and advances the learning-rate schedule as `model.step` does. A step with
         non-finite gradients is skipped, and printed under `name`.
 
         `optimizer` and `scheduler` are the model's own. Raises RuntimeError without a gradient.
         """
-        actor = self._learner(model)
-        if not self._accumulates:
+        trained, learner = self._learner(model)
+        if trained not in self._accumulates:
             raise RuntimeError("optimizer_step: there is no gradient. Call backward first.")
-        self._accumulates = False
-        self.strategy.phases.update()
-        manager = actor.manager
+        self._accumulates.remove(trained)
+        self.strategy.phases.update(trained)
+        manager = learner.manager
         manager.average_gradients()
         taken, _ = manager.take_step()
         manager.zero_grad()
         if taken:
-            actor.runner.after_step()
+            learner.runner.after_step()
         else:
             self.print(f"{name}: a step was skipped, since its gradients are not finite.")
 
@@ -165,8 +167,8 @@ class LightRFTStrategy(StrategyBase):
 
         For any other model, removes the wrappers and returns the bare module.
         """
-        if isinstance(getattr(model, "module", None), ColocatedPolicy):  # an ActorVL or ActorAL
-            model = model.module
+        if isinstance(getattr(model, "module", None), ColocatedPolicy | ColocatedValues):
+            model = model.module  # of an ActorVL, an ActorAL or a Critic
         if isinstance(model, ColocatedPolicy):
             return model.actor
         return model.model if isinstance(model, ColocatedValues) else super().unwrap_model(model)
@@ -300,18 +302,15 @@ class LightRFTStrategy(StrategyBase):
             if self.unwrap_model(model) is trained:
                 return {name: trained}
         raise ValueError(
-            f"{type(model).__name__} is not trained by this strategy, which saves its policy and its critic."
+            f"{type(model).__name__} is not trained by this strategy, which trains its policy and its critic."
         )
 
-    def _learner(self, model: Any) -> Any:
-        """Returns the policy of the backend. Raises ValueError if `model` is another model."""
-        actor = self.unwrap_model(model)
-        if actor is not self.strategy.actor:
-            raise ValueError(
-                f"{type(model).__name__} is not this strategy's policy, which alone learns by backward. A critic learns by "
-                "critic.step(experience, loss_fn)."
-            )
-        return actor
+    def _learner(self, model: Any) -> tuple[str, Any]:
+        """Returns (name, model of the backend) of the policy or the critic. Raises ValueError for
+        another model.
+        """
+        ((name, trained),) = self._named(model).items()
+        return name, trained
 
     def _refuse_another(self, model: Any) -> None:
         if self.unwrap_model(model) is not self.strategy.actor:

@@ -42,6 +42,7 @@ DEFAULTS: dict[str, Any] = {
     "seed": 0,
     "gamma": 1.0,
     "lambd": 0.95,
+    "advantage_clip": 0.0,  # bound of the advantages' size; 0: none
 }
 # further keywords of a call
 BESIDE = {
@@ -287,8 +288,9 @@ class NaiveExperienceMaker:
         """Generates and scores all samples, shapes the rewards over all batches, and computes the
         advantages and returns of each batch. Returns the experiences.
 
-        `kw`: options as for `generate_samples`, of which `gamma` and `lambd` are used for the
-        advantages.
+        `kw`: options as for `generate_samples`, of which `gamma`, `lambd` and `advantage_clip` are
+        used for the advantages. `info["clip_frac"]` [B] is the share of a response's advantages
+        that were clipped.
         """
         option = self._options(kw)
         made = [
@@ -314,6 +316,9 @@ class NaiveExperienceMaker:
                     placed, experience.action_mask, option["gamma"]
                 )
                 experience.advantages = experience.returns.clone()
+            experience.advantages, experience.info["clip_frac"] = clipped_advantages(
+                experience.advantages, experience.action_mask, option["advantage_clip"]
+            )
             experience.info["return"] = placed.sum(-1)
         return made
 
@@ -519,6 +524,18 @@ class NaiveExperienceMaker:
         same = self.initial_model is self.actor
         stats = self.actor.reference_log_probs(rows) if same else self.initial_model.log_probs(rows)
         return per_action(stats.logp, rows)
+
+
+def clipped_advantages(
+    advantages: Tensor, action_mask: Tensor, bound: float
+) -> tuple[Tensor, Tensor]:
+    """Returns (advantages [B, A] clipped to [-bound, bound], share of each response's tokens [B]
+    whose advantage was clipped); a `bound` of 0 clips nothing.
+    """
+    mask = action_mask.bool()
+    found = advantages.clamp(-bound, bound) if bound else advantages
+    changed = (found != advantages) & mask
+    return found, changed.sum(-1) / mask.sum(-1).clamp(min=1)
 
 
 def _reported(completions: Sequence[Rollout], mask: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ from rftmega.algorithms.values import value_loss
 from rftmega.config.options.algorithms import Clip
 from rftmega.core.types import COUNT, Metrics
 from rftmega.core.types import Experience as OwnExperience
+from rftmega.lightrft.metric_writers import MetricWriters
 from rftmega.lightrft.naive_experience_maker import NaiveExperienceMaker
 from rftmega.lightrft.padded_experience import Experience, Samples, per_target, to_experience
 from rftmega.trainer.optimizer_steps import Schedule, take_steps
@@ -146,6 +147,7 @@ class PPOTrainerVL:
             processor,
         )
         self.replay_buffer: list[Experience] = []
+        self.writers: MetricWriters | None = None
 
     def fit(
         self,
@@ -187,6 +189,8 @@ class PPOTrainerVL:
                 states = {"consumed_samples": step * size, "kl_coef": self.kl_ctl.value}
                 self.save_logs_and_checkpoints(args, step, None, logs, states, episode)
             skipped = 0
+        if self.writers is not None:
+            self.writers.close()
 
     def rollout(self, batch: Any) -> Metrics:
         """Generates completions of a batch of prompts and adds their experiences to the buffer.
@@ -279,15 +283,20 @@ class PPOTrainerVL:
         client_states: dict[str, Any] | None = None,
         episode: int = 0,
     ) -> None:
-        """Prints the metrics `logs_dict` of a step if `global_step` is a multiple of
-        `args.logging_steps`. If it is a multiple of `args.save_steps`, saves training checkpoints
-        with `client_states` in `args.ckpt_path` and Hugging Face folders in `args.save_path`.
+        """Prints the metrics `logs_dict` of a step, and writes them to TensorBoard and wandb as
+        `args.use_tensorboard` and `args.use_wandb` ask (see MetricWriters), if `global_step` is a
+        multiple of `args.logging_steps`. If it is a multiple of `args.save_steps`, saves training
+        checkpoints with `client_states` in `args.ckpt_path` and Hugging Face folders in
+        `args.save_path`.
 
         `step_bar` is ignored.
         """
         if global_step % getattr(args, "logging_steps", 1) == 0:
             numbers = [f"{name} {value:.4g}" for name, value in (logs_dict or {}).items()]
             self.strategy.print(f"episode {episode}, step {global_step}:", ", ".join(numbers))
+            if self.writers is None or self.writers.args is not args:
+                self.writers = MetricWriters(args)
+            self.writers.write(logs_dict or {}, global_step)
         every = getattr(args, "save_steps", -1)
         if every <= 0 or global_step % every:
             return

@@ -57,6 +57,14 @@ class Trainable(TrainedModel, Protocol):
         """
 
     @property
+    def forward(self) -> Callable[..., Any]:
+        """Returns a method that maps rows to statistics with gradient (`ModelRunner.forward`)."""
+
+    @property
+    def why_no_backward(self) -> str:
+        """Returns why `forward` can't run in this layout; "" if it can."""
+
+    @property
     def classifier(self) -> bool:
         """Returns whether the model is a value model, which is exported as a classifier."""
 
@@ -79,14 +87,6 @@ class TrainablePolicy(Trainable, Policy, Protocol):
     """TrainablePolicy is a Trainable that computes log-probs."""
 
     push_to_rollout: Callable[..., Metrics] | None  # set once an engine exists
-
-    @property
-    def forward(self) -> Callable[..., Any]:
-        """Returns a method that maps rows to TokenStats with gradient (`ModelRunner.forward`)."""
-
-    @property
-    def why_no_backward(self) -> str:
-        """Returns why `forward` can't run in this layout; "" if it can."""
 
 
 class TrainableValues(Trainable, ValueModel, Protocol):

@@ -10,6 +10,7 @@ from rftmega.core.types import (
     Metrics,
     Rows,
     TokenStats,
+    TokenValues,
     Told,
 )
 from rftmega.run.placement.backend import TrainablePolicy, TrainableValues
@@ -69,6 +70,14 @@ class ColocatedValues:
     def values(self, rows: Rows[Column]) -> Column:
         self.phases.score(self.name)
         return self.model.values(rows)
+
+    def forward(self, rows: Rows) -> TokenValues:
+        """Returns the values of this process's own `rows` [B, T], with gradient; see
+        `ModelRunner.forward`.
+        """
+        self.phases.update(self.name)
+        found: TokenValues = self.model.forward(rows)
+        return found
 
     def step(self, experience: Experience[Any], loss_fn: LossFn, *, group_size: int = 1) -> Metrics:
         self.phases.update(self.name)

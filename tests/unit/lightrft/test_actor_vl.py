@@ -1,11 +1,14 @@
 """ActorVL and PPOTrainerVL: what they take, and what they refuse."""
 
 import inspect
+import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from rftmega.core.types import COUNT, Metrics, Rows, TokenStats
 from rftmega.lightrft.actor_vl import ActorVL
@@ -210,6 +213,34 @@ def test_the_oldest_rows_leave_a_buffer_with_a_limit_and_checkpoints_can_be_left
     assert len(made.replay_buffer) == 2
     made.save_logs_and_checkpoints(SimpleNamespace(save_steps=1, ckpt_path="/x"), 1, None)
     assert built.saved == []
+
+
+def test_metrics_are_written_to_tensorboard_and_wandb_as_the_arguments_ask(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    args = SimpleNamespace(
+        use_tensorboard=str(tmp_path / "board"), use_wandb="a-key", wandb_project="a-project",
+        ckpt_path=str(tmp_path), logging_steps=2,
+    )  # fmt: skip
+    made = trainer(built=strategy())
+    for step in (1, 2, 4):
+        made.save_logs_and_checkpoints(args, step, None, {"policy_loss": step / 8})
+    assert made.writers is not None
+    made.writers.close()
+    board = EventAccumulator(args.use_tensorboard).Reload()
+    assert [(each.step, each.value) for each in board.Scalars("train/policy_loss")] == [
+        (2, 0.25),
+        (4, 0.5),
+    ]
+    (written,) = (tmp_path / "wandb").glob("offline-run-*/*.wandb")
+    waited = time.monotonic() + 60  # another process writes it
+    while b"train/policy_loss" not in written.read_bytes():
+        assert time.monotonic() < waited
+        time.sleep(0.1)
+    assert b"a-project" in written.read_bytes()
+    assert b"a-key" not in written.read_bytes()
 
 
 def test_an_actor_is_a_policy_and_gives_the_log_probs_of_responses() -> None:

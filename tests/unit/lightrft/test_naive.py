@@ -210,6 +210,25 @@ def test_with_a_critic_advantages_are_gae_of_the_rewards_minus_the_penalty() -> 
             assert experience.info["return"][row] == pytest.approx(float(rewards.sum()), rel=1e-5)
 
 
+def test_clipped_advantages_are_told_as_the_share_of_a_responses_tokens() -> None:
+    (plain,) = maker(critic=Toy()).make_experience_list(PROMPTS)
+    assert plain.advantages is not None
+    assert plain.action_mask is not None
+    assert plain.info is not None
+    assert plain.info["clip_frac"].tolist() == [0.0] * len(plain.sequences)
+    bound = float(plain.advantages[plain.action_mask].abs().median())
+    (found,) = maker(critic=Toy()).make_experience_list(PROMPTS, advantage_clip=bound)
+    assert found.info is not None
+    assert found.advantages is not None
+    for row, number in enumerate(plain.action_mask.sum(-1).tolist()):
+        before = plain.advantages[row, :number].tolist()
+        wanted = [max(-bound, min(bound, value)) for value in before]
+        assert found.advantages[row, :number].tolist() == pytest.approx(wanted)
+        share = sum(abs(value) > bound for value in before) / number
+        assert float(found.info["clip_frac"][row]) == pytest.approx(share)
+    assert 0 < float(found.info["clip_frac"].mean()) < 1
+
+
 @pytest.mark.parametrize("controller", [CONTROLLER, None])
 def test_groups_are_judged_as_a_whole_although_they_lie_in_two_batches(controller: Any) -> None:
     made = maker(controller=controller, args={"advantage_estimator": "rloo"})
