@@ -23,6 +23,10 @@ IN_TRAINER = "tests/unit/lightrft/test_actor_vl.py::test_"
 IN_PADDED = "tests/unit/lightrft/test_padded.py::test_"
 IN_MAKER = "tests/unit/lightrft/test_naive.py::test_"
 LOOP = "tests/distributed/test_lightrft_loop.py::test_backward_and_optimizer_step_take_the_trainers_own_steps"
+LOOP_WITH_IMAGES = "tests/distributed/test_lightrft_loop.py::test_so_they_do_with_images"
+WITH_CRITIC = (
+    "tests/distributed/test_lightrft_loop.py::test_a_critic_learns_by_its_own_steps_and_by_backward"
+)
 WITH_MEGATRON = f"{IN_STRATEGY}the_strategy_of_megatron_generates_saves_and_loads_under_the_names_that_users_know"
 WITH_IMAGES = (
     "tests/distributed/test_lightrft_vision.py::"
@@ -94,8 +98,8 @@ STRATEGY = (
     Row(
         "A06", "StrategyBase.backward", "implemented", f"{BY_MEGATRON}.backward",
         "loss, model, optimizer, **kwargs", "None",
-        "With `parallel.pipeline` above 1 it raises `NotImplementedError`: call `policy.step(experience, loss_fn)` instead. "
-        "`optimizer` is ignored.",
+        "`model` is the policy or the critic. With `parallel.pipeline` above 1 it raises `NotImplementedError`: call "
+        "`policy.step(experience, loss_fn)` instead. `optimizer` is ignored.",
         LOOP,
     ),
     Row(
@@ -579,8 +583,15 @@ PPO = (
     Row(
         "C01a", "PPOTrainerVL(strategy, actor, critic, reward_model, initial_model)", "implemented",
         TRAINER, "strategy, actor, critic, reward_model, initial_model",
-        note="`reward_model` is a `Reward` or a list of them. `initial_model` is the reference; it may be the actor itself.",
+        note="`reward_model` is a `Reward` or a list of them. `initial_model` is the reference; it may be the actor itself. "
+        "`critic` is `LightRFTStrategy.critic`, or a `Critic` of it.",
         test=f"{IN_TRAINER}the_kl_s_weight_and_the_clip_are_those_given",
+    ),
+    Row(
+        "C01d", "PPOTrainerVL(critic), Critic", "implemented", "rftmega.lightrft.critic.Critic",
+        "model, packing_samples=False, processor=None",
+        note="A `Critic` is called like an `ActorVL` and returns values [B, A], with a gradient for `backward`.",
+        test=WITH_CRITIC,
     ),
     Row(
         "C01b", "PPOTrainerVL(ema_model)", "rejected", TRAINER, "ema_model",
@@ -591,7 +602,7 @@ PPO = (
         "C01c", "PPOTrainerVL(actor_optim, critic_optim, actor_scheduler, critic_scheduler)",
         "equivalent", TRAINER, "actor_optim, critic_optim, actor_scheduler, critic_scheduler",
         note="They are ignored, since models have their own. Set `optimizer.*` and `critic.*`.",
-        test=f"{IN_TRAINER}the_constructor_takes_what_users_of_lightrft_give",
+        test=WITH_CRITIC,
     ),
     Row(
         "C02", "PPOTrainerVL(ema_beta)", "equivalent", TRAINER, "ema_beta=0.992",
@@ -623,7 +634,7 @@ PPO = (
     Row(
         "C05c", "PPOTrainerVL(buffer_cpu_offload)", "equivalent", TRAINER, "buffer_cpu_offload=True",
         note="It has no effect: the buffer is always on the host.",
-        test=f"{IN_TRAINER}the_constructor_takes_what_users_of_lightrft_give",
+        test=f"{IN_TRAINER}where_the_buffer_lies_changes_nothing",
     ),
     Row(
         "C05d", "PPOTrainerVL(micro_rollout_batch_size)", "implemented", TRAINER,
@@ -635,7 +646,10 @@ PPO = (
         "C06a", "PPOTrainerVL(eps_clip)", "implemented", TRAINER, "eps_clip=0.2",
         test=f"{IN_TRAINER}the_kl_s_weight_and_the_clip_are_those_given",
     ),
-    Row("C06b", "PPOTrainerVL(value_clip)", "implemented", TRAINER, "value_clip=0.2"),
+    Row(
+        "C06b", "PPOTrainerVL(value_clip)", "implemented", TRAINER, "value_clip=0.2",
+        test=WITH_CRITIC,
+    ),
     Row(
         "C07a", "PPOTrainerVL(gradient_checkpointing)", "equivalent", TRAINER,
         "gradient_checkpointing=False",
@@ -654,21 +668,21 @@ PPO = (
     Row(
         "C07d", "PPOTrainerVL(prompt_max_len)", "implemented", TRAINER, "prompt_max_len=128",
         note="Text prompts are truncated to it. A longer prompt with images raises a `ValueError`.",
-        test=LOOP,
+        test=f"{IN_MAKER}answers_come_in_batches_siblings_side_by_side_whatever_the_size_of_a_batch",
     ),
     Row(
         "C07e", "PPOTrainerVL(dataloader_pin_memory)", "equivalent", TRAINER,
         "dataloader_pin_memory=True",
         note="It has no effect: batches are moved to the device without a data loader.",
-        test=f"{IN_TRAINER}the_constructor_takes_what_users_of_lightrft_give",
+        test=f"{IN_TRAINER}where_the_buffer_lies_changes_nothing",
     ),
     Row(
         "C08a", "PPOTrainerVL(tokenizer)", "implemented", TRAINER, "tokenizer",
-        note="A tokenizer of rftmega or of transformers.", test=LOOP,
+        note="A tokenizer of rftmega or of transformers.", test=LOOP_WITH_IMAGES,
     ),
     Row(
         "C08b", "PPOTrainerVL(processor)", "implemented", TRAINER, "processor",
-        note="None means the strategy's own.",
+        note="None means the strategy's own.", test=LOOP_WITH_IMAGES,
     ),
     Row(
         "C08c", "PPOTrainerVL(remote_rm_url)", "rejected", TRAINER, "remote_rm_url",
@@ -680,10 +694,12 @@ PPO = (
         note="`reward_fn` gets one tensor [B] per reward model, and returns [B]. If you pass a map or a recipe, it "
         "also gets `label_map`, "
         "`recipe` and `labels`.",
+        test=WITH_CRITIC,
     ),
     Row(
         "C09a", "PPOTrainerVL(save_hf_ckpt)", "implemented", TRAINER, "save_hf_ckpt=False",
         note="It also saves folders in the Hugging Face format, in `args.save_path`.",
+        test=WITH_CRITIC,
     ),
     Row(
         "C09b", "PPOTrainerVL(disable_ds_ckpt)", "implemented", TRAINER, "disable_ds_ckpt=False",
@@ -719,15 +735,14 @@ PPO = (
         "C13", "PPOTrainerVL.save_logs_and_checkpoints", "implemented",
         f"{TRAINER}.save_logs_and_checkpoints",
         "args, global_step, step_bar, logs_dict=None, client_states=None, episode=0", "None",
-        "Metrics are printed. For wandb and TensorBoard, override this method or use `train_rl.py`. None means an "
-        "empty dict, and "
-        "`step_bar` is ignored.",
-        f"{IN_TRAINER}the_oldest_rows_leave_a_buffer_with_a_limit_and_checkpoints_can_be_left_out",
+        "Metrics are printed, and written to TensorBoard in the folder `args.use_tensorboard` and to wandb with "
+        "`args.use_wandb`. None means an empty dict, and `step_bar` is ignored.",
+        f"{IN_TRAINER}metrics_are_written_to_tensorboard_and_wandb_as_the_arguments_ask",
     ),
     Row(
         "C14", "PPOTrainerVL.training_step", "implemented", f"{TRAINER}.training_step",
         "experience, global_steps, entropy_mask=None", "dict of metrics",
-        "`global_steps` is ignored.", LOOP,
+        "`global_steps` is ignored.", WITH_CRITIC,
     ),
     Row(
         "C15a", "PPOTrainerVL.training_step_actor", "implemented", f"{TRAINER}.training_step_actor",
@@ -737,7 +752,7 @@ PPO = (
     ),
     Row(
         "C15b", "PPOTrainerVL.training_step_critic", "implemented", f"{TRAINER}.training_step_critic",
-        "experience", "dict of metrics",
+        "experience", "dict of metrics", test=WITH_CRITIC,
     ),
 )  # fmt: skip
 
@@ -805,8 +820,15 @@ EXPERIENCE = (
         "D10", "NaiveExperienceMaker.get_advantages_and_returns", "implemented",
         f"{MAKER}.get_advantages_and_returns", "values, rewards, action_mask, gamma, lambd",
         "(advantages, returns)",
-        "Tokens outside the mask are skipped, and have advantage 0. There is no `clip_frac`, since advantages are not clipped.",
+        "Tokens outside the mask are skipped, and have advantage 0. `make_experience_list` clips advantages to the "
+        "option `advantage_clip`.",
         f"{IN_MAKER}advantages_and_returns_are_the_documented_sums",
+    ),
+    Row(
+        "D10b", "info['clip_frac']", "implemented",
+        "rftmega.lightrft.naive_experience_maker.clipped_advantages",
+        "advantages, action_mask, bound", "(advantages, share of clipped tokens [B])",
+        test=f"{IN_MAKER}clipped_advantages_are_told_as_the_share_of_a_responses_tokens",
     ),
     Row(
         "D11", "NaiveExperienceMaker.get_cumulative_returns", "implemented",

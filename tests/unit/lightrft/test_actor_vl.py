@@ -215,6 +215,15 @@ def test_the_oldest_rows_leave_a_buffer_with_a_limit_and_checkpoints_can_be_left
     assert built.saved == []
 
 
+def test_where_the_buffer_lies_changes_nothing() -> None:
+    plain, other = trainer(), trainer(buffer_cpu_offload=False, dataloader_pin_memory=False)
+    assert plain.training_step(unlikely(), 1) == other.training_step(unlikely(), 1)
+    rolled(other)
+    other.rollout((["a", "b"],))
+    assert other.replay_buffer[0].sequences.device.type == "cpu"
+    assert not other.replay_buffer[0].sequences.is_pinned()
+
+
 def test_metrics_are_written_to_tensorboard_and_wandb_as_the_arguments_ask(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

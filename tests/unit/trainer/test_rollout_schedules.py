@@ -213,8 +213,13 @@ def test_groups_that_do_not_differ_are_left_out_and_others_are_trained() -> None
 
 def test_a_step_looks_at_no_more_groups_than_its_rounds_allow() -> None:
     refill = DynamicSampler(2)
-    nothing = torch.zeros(0, dtype=torch.long)
-    refill.good = lambda samples: samples.select(nothing)  # type: ignore[method-assign]
+    nothing, looked = torch.zeros(0, dtype=torch.long), itertools.count()
+
+    def good(samples: Any) -> Any:
+        assert next(looked) < 3 * 3 * BATCH, "a step looks for others for ever"
+        return samples.select(nothing)
+
+    refill.good = good  # type: ignore[method-assign]
     run = made(Streams(delayed), asynchronous(2), refill=refill).fit(3)
     assert [metrics["groups_left_out"] for metrics in run.trained.metrics] == [3.0 * BATCH] * 3
 
