@@ -385,6 +385,13 @@ OVERVIEW = (
         test="tests/unit/data/test_supervised.py::test_the_last_answer_is_trained_with_its_end",
     ),
     Row(
+        "B05h", "datasets: SFT, vision-language and audio-language", "equivalent",
+        "rftmega.data.supervised.load_supervised",
+        note="Set `algorithm.task: sft`. Prompts may have images, videos or waveforms.",
+        test="tests/unit/data/test_prompt_images.py::"
+        "test_an_answer_about_images_is_trained_behind_their_features",
+    ),
+    Row(
         "B05d", "datasets: reward model, general", "equivalent",
         "rftmega.data.preference.load_preferences",
         note="Set `algorithm.task: reward_model`. A record has a chosen and a rejected response, in the formats of "

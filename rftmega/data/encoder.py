@@ -103,7 +103,8 @@ class Encoder:
         renders. `key`: the record's key of `value`, for error messages.
         """
         completion = self._one_completion(value, key)
-        ids = self.tokenizer.encode_response(prompt, completion, **self._given)
+        options = self._given | ({"placeholders": self.placeholders} if self.placeholders else {})
+        ids = self.tokenizer.encode_response(prompt, completion, **options)
         _check_length("answer", ids, "rollout.max_response_tokens", self.max_response_tokens)
         if isinstance(prompt, list):
             self._report_completion(prompt, completion)

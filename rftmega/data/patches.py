@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 
 from rftmega.core.errors import DataError
-from rftmega.core.types import Prompt
+from rftmega.data.prompt_images import HasMedia
 
 
-def check_patches(prompts: Sequence[Prompt], places: Sequence[str], most: int) -> None:
+def check_patches(prompts: Sequence[HasMedia], places: Sequence[str], most: int) -> None:
     """Raises DataError if the images, videos and waveforms of one prompt together have more than
     `most` patches, the limit of a micro-batch (0: unlimited). `places`: location of each prompt in
     its file, for the error message.

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 from tqdm import tqdm
@@ -16,7 +16,6 @@ from tqdm import tqdm
 from rftmega.config import DataConfig
 from rftmega.core.errors import DataError, shown
 from rftmega.core.media_positions import Placed, PlacedImage
-from rftmega.core.types import Prompt
 from rftmega.core.waveform_positions import PlacedWaveform
 from rftmega.data.examples import TooLong
 from rftmega.data.fetched_files import Fetched
@@ -140,11 +139,12 @@ class ImageReader:
         return [in_parts(message, marks) for message in text]
 
     def placed(
-        self, ids: Sequence[int], sources: Sources
+        self, ids: Sequence[int], sources: Sources, *, first: bool = False
     ) -> tuple[tuple[int, ...], tuple[PlacedImage, ...]]:
         """Replaces each placeholder token in a prompt's `ids` by one placeholder per feature of its
         image or video. Returns the new token ids, and the images and videos with their positions in
-        them.
+        them. `first`: the ids are the beginning of a conversation, which may have only the first of
+        the `sources`.
         """
         if self.processor is None:
             return tuple(ids), ()
@@ -160,7 +160,7 @@ class ImageReader:
         )
         for placeholder, option, noun, given, mark in places:
             found = list(ids).count(placeholder)
-            if found != given:
+            if found > given or (found < given and not first):
                 text = self.processor.text if mark == MARK else self.processor.video_text
                 raise DataError(
                     f'the prompt has {found} place(s) for {noun}s and "{getattr(self.config, option)}" names {given}. A place '
@@ -236,8 +236,15 @@ class ImageReader:
         return path_in(self.folder, value, "image", self.fetched)
 
 
+class HasMedia(Protocol):
+    """HasMedia is a prompt or an example with images, videos or waveforms."""
+
+    @property
+    def images(self) -> Sequence[Placed]: ...
+
+
 def check_images(
-    prompts: Sequence[Prompt],
+    prompts: Sequence[HasMedia],
     places: Sequence[str],
     *,
     rank: int,

@@ -2,41 +2,25 @@
 
 import json
 import math
-from collections.abc import Iterable, Sequence
 from datetime import date, time, timedelta
 from decimal import Decimal
 from functools import partial
-from itertools import islice
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from rftmega.config import DataConfig
 from rftmega.core.errors import DataError
-from rftmega.core.media_positions import Placed
 from rftmega.core.types import Prompt
-from rftmega.data.chat.media_parts import media_moved, with_media_moved
+from rftmega.data.chat.media_parts import media_moved
 from rftmega.data.encoder import Encoder, check_continued
 from rftmega.data.examples import load_examples, required
 from rftmega.data.media.audio_processor import AudioProcessor
 from rftmega.data.media.image_processor import ImageProcessor
-from rftmega.data.prompt_images import ImageReader, Most, expanded_within
-from rftmega.data.records import Record, records, value_at
+from rftmega.data.media_reader import MediaOptions, MediaReader
+from rftmega.data.prompt_images import expanded_within
+from rftmega.data.records import Record, value_at
 from rftmega.data.sources import without_contents
 from rftmega.data.tokenizer import Tokenizer
-from rftmega.data.waveforms import WaveformReader
-
-
-class MediaReader(Protocol):
-    """MediaReader is the interface of readers that find the media of records and insert
-    placeholders for their features into the prompts' token ids.
-    """
-
-    def fetch(self, records: Iterable[Record]) -> None: ...
-    def sources(self, record: Record) -> Any: ...
-    def marked(self, text: Any) -> Any: ...
-    def placed(
-        self, ids: Sequence[int], sources: Any
-    ) -> tuple[tuple[int, ...], tuple[Placed, ...]]: ...
 
 
 def load_prompts(
@@ -63,19 +47,10 @@ def load_prompts(
     Raises DataError that lists the records that can't be read, lack a key, hold a wrong type or are
     too long.
     """
-    reader: MediaReader
-    if isinstance(processor, AudioProcessor):
-        reader = WaveformReader(processor, config, source, max_images)
-    else:
-        media = Most(max_images, max_videos)
-        reader = ImageReader(processor, config, source, media, tokenizer)
-    if config.media_hosts and processor is not None:
-        given = (
-            each for _, each in islice(records(source), most) if not isinstance(each, DataError)
-        )
-        reader.fetch(with_media_moved(given, config))
+    media = MediaOptions(processor, max_images, max_videos)
+    reader = media.reader(source, tokenizer, config, most)
     encoder = Encoder(
-        tokenizer, config, max_prompt_tokens, placeholders=_placeholders(tokenizer, processor)
+        tokenizer, config, max_prompt_tokens, placeholders=media.placeholders(tokenizer)
     )
     return load_examples(
         source,
@@ -86,18 +61,6 @@ def load_prompts(
         report=encoder.report,
         most=most,
     )
-
-
-def _placeholders(
-    tokenizer: Tokenizer, processor: ImageProcessor | AudioProcessor | None
-) -> list[str]:
-    """Returns the names of the control tokens by which a prompt marks the positions of its media;
-    an empty list without a `processor`.
-    """
-    if processor is None:
-        return []
-    video = "" if isinstance(processor, AudioProcessor) else processor.video_text
-    return tokenizer.control.found([processor.text, video])
 
 
 def _parse(

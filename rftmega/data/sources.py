@@ -80,10 +80,10 @@ def without_contents(record: Record, config: DataConfig) -> Record:
 
 
 def refuse_media(record: Record, config: DataConfig) -> None:
-    """Raises DataError if a record for supervised fine-tuning names images, videos or waveforms."""
+    """Raises DataError if a record of preferences names images, videos or waveforms."""
     for option in ("images_key", "videos_key", "audio_key"):
         if value_at(record, key := getattr(config, option)):
             raise DataError(
-                f'"{key}" names images, videos or waveforms, and given answers are learnt from words alone so far. Leave the '
+                f'"{key}" names images, videos or waveforms, and preferences are text alone so far. Leave the '
                 f"record out, or set data.{option} to a key that no record has."
             )

@@ -3,17 +3,16 @@ name.
 """
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 from rftmega.config import RunConfig
 from rftmega.core.errors import DataError
 from rftmega.core.types import Prompt, Rows
-from rftmega.data.media.audio_processor import audio_processor_of
-from rftmega.data.media.image_processor import processor_of
+from rftmega.data.media.audio_processor import AudioProcessor
+from rftmega.data.media_reader import MediaOptions
 from rftmega.data.patches import check_patches
 from rftmega.data.preference import load_preferences, pair_rows
-from rftmega.data.prompt_images import check_images
+from rftmega.data.prompt_images import HasMedia, check_images
 from rftmega.data.prompts import load_prompts
 from rftmega.data.sampler import PromptOrder, order_of
 from rftmega.data.supervised import Example, load_supervised, rows_of
@@ -37,8 +36,7 @@ def prompts_of(
     waveforms; `rank` is this process's index. `most`: maximum number of records to read per file,
     None: all.
     """
-    audio_processor = audio_processor_of(config.model.path)
-    processor = audio_processor or processor_of(config.model.path)
+    media = MediaOptions.of(config)
 
     def load(source: str) -> list[Prompt]:
         places: list[str] = []
@@ -48,9 +46,9 @@ def prompts_of(
             config.data,
             max_prompt_tokens=config.rollout.max_prompt_tokens,
             columns=config.reads_columns,
-            processor=processor,
-            max_images=config.rollout.max_images,
-            max_videos=config.rollout.max_videos,
+            processor=media.processor,
+            max_images=media.max_images,
+            max_videos=media.max_videos,
             places=places,
             most=most,
         )
@@ -58,8 +56,7 @@ def prompts_of(
             check(prompts)
         except DataError as error:
             raise DataError(f"{source}: {error}") from error
-        check_patches(prompts, places, config.trainer.max_patches_per_micro_batch)
-        check_images(prompts, places, rank=rank, ranks=ranks, audio_processor=audio_processor)
+        _check_media(config, media, prompts, places, rank, ranks)
         return prompts
 
     order = order_of(
@@ -69,39 +66,85 @@ def prompts_of(
 
 
 def given_of(
-    config: RunConfig, tokenizer: Tokenizer, most: int | None = None
+    config: RunConfig,
+    tokenizer: Tokenizer,
+    most: int | None = None,
+    *,
+    rank: int = 0,
+    ranks: int = 1,
 ) -> tuple[PromptOrder[Any], dict[str, Rows]]:
     """Returns the stream of training batches in their order, and a dictionary from the name of each
     evaluation set to its rows, for supervised fine-tuning (algorithm.task=sft) or reward models
     (task=reward_model).
 
-    `most`: maximum number of records to read per file, None: all.
+    `most`: maximum number of records to read per file, None: all. `rank`, `ranks`: as in
+    `prompts_of`.
     """
-    safety = config.algorithm.reward_model_loss == "cost"
-    read: Callable[..., Sequence[Any]] = partial(load_preferences, safety=safety)
-    rows: Callable[..., Rows] = pair_rows
-    if config.algorithm.task == "sft":
-        read, rows = load_supervised, rows_of
+    rows: Callable[..., Rows] = rows_of if config.algorithm.task == "sft" else pair_rows
 
     def load(source: str) -> Sequence[Any]:
-        return read(source, tokenizer, config.data, **_limits(config), most=most)
+        if config.algorithm.task == "sft":
+            return _examples(config, tokenizer, source, most, rank, ranks)
+        safety = config.algorithm.reward_model_loss == "cost"
+        limits = _limits(config)
+        return load_preferences(source, tokenizer, config.data, safety=safety, **limits, most=most)
 
     size, seed = config.trainer.prompts_per_step, config.trainer.seed
     order = order_of(config.data, load, batch_size=size, seed=seed, collate=rows)
     return order, {name: rows(load(source)) for name, source in config.data.held_out.items()}
 
 
+def _examples(
+    config: RunConfig,
+    tokenizer: Tokenizer,
+    source: str,
+    most: int | None,
+    rank: int,
+    ranks: int,
+) -> list[Example]:
+    """Returns the supervised examples of `source`, whose media were decoded once."""
+    media, places = MediaOptions.of(config), list[str]()
+    limits = _limits(config)
+    examples = load_supervised(
+        source, tokenizer, config.data, media=media, places=places, **limits, most=most
+    )
+    _check_media(config, media, examples, places, rank, ranks)
+    return examples
+
+
+def _check_media(
+    config: RunConfig,
+    media: MediaOptions,
+    loaded: Sequence[HasMedia],
+    places: Sequence[str],
+    rank: int,
+    ranks: int,
+) -> None:
+    """Checks that the media of each prompt fit into a micro-batch, and decodes this process's share
+    of them. `places`: location of each prompt in its file.
+
+    Raises DataError for media that do not fit or are broken.
+    """
+    check_patches(loaded, places, config.trainer.max_patches_per_micro_batch)
+    audio_processor = media.processor if isinstance(media.processor, AudioProcessor) else None
+    check_images(loaded, places, rank=rank, ranks=ranks, audio_processor=audio_processor)
+
+
 def ptx_of(
-    config: RunConfig, tokenizer: Tokenizer, most: int | None = None
+    config: RunConfig,
+    tokenizer: Tokenizer,
+    most: int | None = None,
+    *,
+    rank: int = 0,
+    ranks: int = 1,
 ) -> PromptOrder[Example] | None:
     """Returns the stream of batches from data.ptx, supervised examples that a run trains on
     together with the rewarded completions; None if data.ptx is empty. `most`: maximum number of
-    records to read, None: all.
+    records to read, None: all. `rank`, `ranks`: as in `prompts_of`.
     """
     if not config.data.ptx:
         return None
-    limits = _limits(config)
-    examples = load_supervised(config.data.ptx, tokenizer, config.data, **limits, most=most)
+    examples = _examples(config, tokenizer, config.data.ptx, most, rank, ranks)
     size, seed = config.trainer.prompts_per_step, f"{config.trainer.seed}/ptx"
     return PromptOrder(examples, batch_size=size, seed=seed, collate=rows_of)
 

@@ -160,16 +160,20 @@ class Tokenizer:
         completion: str | dict[str, Any],
         *,
         chat_template: bool,
+        placeholders: Collection[str] = (),
         tools: Specs | None = None,
     ) -> tuple[int, ...]:
         """Returns the token ids of the response `completion` (text or an assistant message) to
         `prompt`, as an engine would return them: the last one is a stop token.
 
         With a chat template, these are the tokens that the template writes for the assistant's
-        turn, up to its end. Raises DataError for a template that does not continue the prompt with
+        turn, up to its end. `placeholders`: as in `encode`, for the prompt.
+
+        Raises DataError for a template that does not continue the prompt with
         the response.
         """
-        prompt, completion = self._given(prompt, counted=False), self._given(completion)
+        prompt = self._given(prompt, placeholders, counted=False)
+        completion = self._given(completion)
         if self._plain(prompt, chat_template):
             assert isinstance(prompt, str)
             if not isinstance(completion, str):

@@ -66,15 +66,16 @@ class WaveformReader:
         return [in_parts(message, {MARK: "audio"}) for message in text]
 
     def placed(
-        self, ids: Sequence[int], sources: Sequence[str | bytes]
+        self, ids: Sequence[int], sources: Sequence[str | bytes], *, first: bool = False
     ) -> tuple[tuple[int, ...], tuple[PlacedWaveform, ...]]:
         """Replaces each placeholder token in a prompt's `ids` by one placeholder per feature of its
         waveform. Returns the new token ids, and the waveforms with their positions in them.
-        `sources`: path or bytes of each waveform.
+        `sources`: path or bytes of each waveform. `first`: the ids are the beginning of a
+        conversation, which may have only the first of the `sources`.
         """
         placeholder = self.processor.placeholder
         found = list(ids).count(placeholder)
-        if found != len(sources):
+        if found > len(sources) or (found < len(sources) and not first):
             raise DataError(
                 f'the prompt has {found} place(s) for waveforms and "{self.config.audio_key}" names {len(sources)}. A place is '
                 f"{MARK}, a part of a chat message of type audio, or the model's own {self.processor.text}."

@@ -530,12 +530,10 @@ def clipped_advantages(
     advantages: Tensor, action_mask: Tensor, bound: float
 ) -> tuple[Tensor, Tensor]:
     """Returns (advantages [B, A] clipped to [-bound, bound], share of each response's tokens [B]
-    whose advantage was clipped); a `bound` of 0 clips nothing.
+    whose advantage was clipped); a `bound` of 0 clips nothing. Advantages outside the mask are 0.
     """
-    mask = action_mask.bool()
     found = advantages.clamp(-bound, bound) if bound else advantages
-    changed = (found != advantages) & mask
-    return found, changed.sum(-1) / mask.sum(-1).clamp(min=1)
+    return found, (found != advantages).sum(-1) / action_mask.sum(-1).clamp(min=1)
 
 
 def _reported(completions: Sequence[Rollout], mask: Tensor) -> Tensor:

@@ -62,14 +62,9 @@ def reinforce(config: RunConfig) -> int:
         environments.check(environment, prompts)
 
     # Data first, so that errors in it show before the heavy imports.
-    prompts, held_out = prompts_of(
-        config,
-        tokenizer,
-        check=check,
-        rank=whole_number("RANK", 0),
-        ranks=whole_number("WORLD_SIZE", 1),
-    )
-    ptx = ptx_of(config, tokenizer)
+    share = {"rank": whole_number("RANK", 0), "ranks": whole_number("WORLD_SIZE", 1)}
+    prompts, held_out = prompts_of(config, tokenizer, check=check, **share)
+    ptx = ptx_of(config, tokenizer, **share)
     reasoning = Reasoning.of(config.reward.reasoning_markers, tokenizer)
     reward = create(config.reward, tokenizer.decode, reasoning)
 
@@ -151,9 +146,11 @@ def supervise(config: RunConfig) -> int:
     code.
     """
     from rftmega.data.splits import given_of
+    from rftmega.runtime.parallel.environment import whole_number
 
     tokenizer = tokenizer_of(config)
-    rows, held_out = given_of(config, tokenizer)
+    share = {"rank": whole_number("RANK", 0), "ranks": whole_number("WORLD_SIZE", 1)}
+    rows, held_out = given_of(config, tokenizer, **share)
 
     from rftmega.monitoring.callbacks import callbacks_of
     from rftmega.monitoring.observers.assemble import evaluation_of_rows

@@ -306,7 +306,10 @@ def critic_body(
     first, second = trainer.experience_maker.make_experience_list(
         prompts, n_samples_per_prompt=4, micro_rollout_batch_size=4
     )
-    learnt = [trainer.training_step(first, 0), trainer.training_step_critic(second)]
+    learnt = [trainer.training_step(first, 0)]
+    with torch.no_grad():
+        moved = value_of(critic, second)
+    learnt.append(trainer.training_step_critic(second))
     told = SimpleNamespace(ckpt_path=str(output / "kept"), save_path=str(output), save_steps=1)
     trainer.save_logs_and_checkpoints(told, 1, None, {"kl": 0.5}, {"consumed_samples": 8})
     with torch.no_grad():
@@ -319,6 +322,7 @@ def critic_body(
     return {
         "experiences": (first, second),
         "learnt": learnt,
+        "moved": moved,
         "values": values,
         "steps": (by_own, by_step),
     }
@@ -389,6 +393,8 @@ def test_a_critic_learns_by_its_own_steps_and_by_backward(layout: str, tmp_path:
         assert "policy_loss" in learnt
         assert learnt["critic_optimizer_steps"] == 1
         assert again["critic_value_clip_fraction"] > 0, "the first step moved the values far"
+        expected = clipped_square(found["moved"], second, CLIP)
+        assert again["critic_loss"] == pytest.approx(float(expected), rel=1e-6)
         by_backward, by_step = found["steps"]
         torch.testing.assert_close(by_backward, by_step, rtol=0, atol=1e-6)
         assert (by_step - found["values"][0]).abs().max() > 1e-4, "a step"

@@ -257,6 +257,8 @@ def test_preferences_are_trained_alike_under_two_layouts_and_then_judge_a_run(
         arithmetic / "given.yaml", {"cost": ["algorithm.task=reward_model", *data, *cost]}, tmp_path
     )["cost"]
     assert costs[-1]["loss"] < costs[0]["loss"]
+    assert costs[-1]["eval_margin"] > costs[0]["eval_margin"], "the less safe response costs more"
+    assert costs[-1]["eval_safety_accuracy"] >= costs[0]["eval_safety_accuracy"]
     assert undocumented({"cost": costs}) == set()
     rewarded = [
         "parallel.tensor=2",

@@ -23,7 +23,10 @@ OF_ROLLOUTS = (
     "trajectories_mib",
 )
 READ_OF_GIVEN = {  # options of algorithm and rollout that a task without rollouts reads
-    "sft": (*OF_EVERY_TASK, "algorithm.loss_aggregation", "algorithm.ema_beta", *LENGTHS),
+    "sft": (
+        *(*OF_EVERY_TASK, "algorithm.loss_aggregation", "algorithm.ema_beta", *LENGTHS),
+        *("rollout.max_images", "rollout.max_videos"),
+    ),
     "reward_model": (*OF_EVERY_TASK, "algorithm.reward_model_loss", *LENGTHS),
 }
 

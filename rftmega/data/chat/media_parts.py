@@ -52,15 +52,17 @@ def media_moved(prompt: Any, record: Record, config: DataConfig) -> tuple[Any, R
 
 
 def refuse_places(prompt: Any) -> None:
-    """Raises DataError if `prompt` is a list of messages with image, video or audio parts, which
-    supervised data can't have.
+    """Raises DataError if `prompt`, messages or one message, has image, video or audio parts, which
+    responses and preferences can't have.
     """
-    for message in prompt if isinstance(prompt, list) else ():
+    for message in prompt if isinstance(prompt, list) else [prompt]:
+        if not isinstance(message, dict):
+            continue
         content = message.get("content")
         for part in content if isinstance(content, list) else ():
-            if part.get("type") in KINDS:
+            if isinstance(part, dict) and part.get("type") in KINDS:
                 raise DataError(
-                    f"a message has a part of the type {part['type']!r}, and given answers are learnt from words alone so far. "
+                    f"a message has a part of the type {part['type']!r}, and responses and preferences are text alone so far. "
                     "Leave the record out."
                 )
 

@@ -18,7 +18,12 @@ from rftmega.monitoring.observers.evaluate import (
     Evaluation,
     metric_of,
 )
-from rftmega.monitoring.observers.evaluate_rows import HeldOut, cross_entropy_of, preference_of
+from rftmega.monitoring.observers.evaluate_rows import (
+    HeldOut,
+    cost_of,
+    cross_entropy_of,
+    preference_of,
+)
 from rftmega.monitoring.observers.exporting import Exporting
 from rftmega.monitoring.observers.health import Divergence, MixedGroups, UndecidedLimit
 from rftmega.monitoring.observers.metric_writers import JSONLines, Progress, TensorBoard
@@ -72,7 +77,8 @@ def evaluation_of_rows(config: RunConfig, held_out: Mapping[str, Rows], model: A
     policy's cross-entropy for algorithm.task=sft, otherwise a reward model's accuracy on preference
     pairs. `held_out`: evaluation set's name -> its rows.
     """
-    judge = partial(cross_entropy_of if config.algorithm.task == "sft" else preference_of, model)
+    of_pairs = cost_of if config.algorithm.reward_model_loss == "cost" else preference_of
+    judge = partial(cross_entropy_of if config.algorithm.task == "sft" else of_pairs, model)
     return HeldOut(held_out, judge, every=config.trainer.eval_every, last=config.trainer.steps)
 
 

@@ -5,6 +5,8 @@ chosen and a rejected response.
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from torch import Tensor
+
 from rftmega.algorithms.supervised import last_value
 from rftmega.core.interfaces import Policy, ValueModel
 from rftmega.core.types import Metrics, Rows
@@ -49,6 +51,20 @@ def preference_of(model: ValueModel, rows: Rows) -> Metrics:
     `model`: the reward model; `rows`: the chosen response of each pair, directly followed by the
     rejected one.
     """
-    reward = last_value(model.values(rows), rows)
+    return _of_scores(last_value(model.values(rows), rows))
+
+
+def cost_of(model: ValueModel, rows: Rows) -> Metrics:
+    """Returns the metrics of `preference_of` for a cost model, whose score is higher for the
+    rejected response, and "safety_accuracy", the share of responses whose score is above 0 if and
+    only if they are unsafe.
+    """
+    cost = last_value(model.values(rows), rows)
+    assert rows.unsafe is not None, "pairs without safety labels"
+    right = ((cost > 0) == rows.unsafe).double().mean().item()
+    return {**_of_scores(-cost), "safety_accuracy": right}
+
+
+def _of_scores(reward: Tensor) -> Metrics:
     margin = (reward[0::2] - reward[1::2]).double()
     return {"accuracy": (margin > 0).double().mean().item(), "margin": margin.mean().item()}

@@ -21,5 +21,6 @@ def given(rows: Rows) -> Experience:
         old_logp=zeros,
         reference_logp=None,
         advantage=zeros,
+        images=rows.images,
         unsafe=rows.unsafe,
     )

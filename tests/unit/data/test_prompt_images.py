@@ -3,6 +3,7 @@
 import base64
 import io
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,17 +14,25 @@ import pytest
 from PIL import Image
 from pyarrow import parquet
 
-from rftmega.config import DataConfig, ModelConfig, RolloutConfig, RunConfig, TrainerConfig
+from rftmega.config import (
+    AlgorithmConfig,
+    DataConfig,
+    ModelConfig,
+    RolloutConfig,
+    RunConfig,
+    TrainerConfig,
+)
 from rftmega.core.errors import DataError
 from rftmega.core.types import Prompt
 from rftmega.data.media.image_processor import processor_of
+from rftmega.data.media_reader import MediaOptions
 from rftmega.data.preference import load_preferences
 from rftmega.data.prompt_images import ImageReader, Most, check_images
 from rftmega.data.prompts import load_prompts
-from rftmega.data.splits import prompts_of
-from rftmega.data.supervised import load_supervised
+from rftmega.data.splits import given_of, prompts_of
+from rftmega.data.supervised import Example, load_supervised, rows_of
 from rftmega.data.tokenizer import Tokenizer
-from tests.tiny_vision import IMAGE, IMAGE_TEXT, VISION_END, VISION_START, save_tiny_vision
+from tests.tiny_vision import IM_END, IMAGE, IMAGE_TEXT, VISION_END, VISION_START, save_tiny_vision
 
 SIZES = {"a.png": (64, 96), "b.png": (100, 50)}  # height, width: 6 and 6 tokens
 TOKENS = {"a.png": 6, "b.png": 8}
@@ -241,16 +250,133 @@ def test_a_link_leads_out_of_the_folder_no_more_than_a_path_does(folder: Path) -
         load(folder, [{"prompt": "<image>", "label": "1", "images": "out.png"}])
 
 
-@pytest.mark.parametrize("load_given", [load_supervised, load_preferences])
-def test_given_answers_have_no_images_yet(folder: Path, load_given: Any) -> None:
+LIMITS = {"max_prompt_tokens": 99, "max_response_tokens": 30}
+
+
+def test_preferences_have_no_images_yet(folder: Path) -> None:
     record = {"prompt": "?", "response": "1", "chosen": "1", "rejected": "2", "images": []}
     path = folder / "data/given.jsonl"
-    limits = {"max_prompt_tokens": 9, "max_response_tokens": 9}
     path.write_text(json.dumps(record))
-    assert len(load_given(path, Tokenizer(folder / "model"), DataConfig(), **limits)) == 1
+    assert len(load_preferences(path, Tokenizer(folder / "model"), DataConfig(), **LIMITS)) == 1
     path.write_text(json.dumps(record | {"images": ["inside/a.png"]}))
     with pytest.raises(DataError, match='given.jsonl:1: "images" names images'):
-        load_given(path, Tokenizer(folder / "model"), DataConfig(), **limits)
+        load_preferences(path, Tokenizer(folder / "model"), DataConfig(), **LIMITS)
+
+
+def supervised(folder: Path, *records: Any, **how: Any) -> list[Example]:
+    path = folder / "data/given.jsonl"
+    path.write_text("\n".join(map(json.dumps, records)))
+    media = MediaOptions(processor_of(folder / "model"), max_images=2)
+    limits = {**LIMITS, **{name: how.pop(name) for name in LIMITS if name in how}}
+    places = how.pop("places", None)
+    return load_supervised(
+        path, Tokenizer(folder / "model"), DataConfig(**how), media=media, places=places, **limits
+    )
+
+
+def seen(sizes: Sequence[int]) -> list[list[int]]:
+    return [[VISION_START, *[IMAGE] * size, VISION_END] for size in sizes]
+
+
+def test_an_answer_about_images_is_trained_behind_their_features(folder: Path) -> None:
+    names = ["inside/a.png", "inside/b.png"]
+    a, b = seen([TOKENS["a.png"], TOKENS["b.png"]])
+    record = {"prompt": "x<image>y<image>", "response": "of <image>", "images": names}
+    text, plain = supervised(folder, record, {"prompt": "z", "response": "w"})
+    assert list(text.prompt_ids) == [*letters("x"), *a, *letters("y"), *b]
+    assert list(text.response_ids) == [*letters("of <image>"), IM_END]
+    assert [(each.start, each.tokens) for each in text.images] == [(2, 6), (11, 8)]
+    rows = rows_of([text, plain])
+    assert rows.images is not None
+    assert [len(row) for row in rows.images.rows] == [2, 0]
+    assert rows.mask.sum(1).tolist() == [len("of <image>") + 1, 2]
+    assert rows_of([plain]).images is None
+
+
+def test_each_turn_of_a_conversation_sees_the_images_before_it(folder: Path) -> None:
+    """In OpenAI's parts and by marks, both turns in one row."""
+    shown = {"type": "image_url", "image_url": {"url": "inside/a.png"}}
+    first = {"role": "user", "content": [shown, {"type": "text", "text": "?"}]}
+    messages = [
+        *(first, {"role": "assistant", "content": "1"}),
+        *({"role": "user", "content": [{**shown, "image_url": {"url": "inside/b.png"}}]},),
+        {"role": "assistant", "content": "2"},
+    ]
+    places: list[str] = []
+    (found,) = supervised(
+        folder, {"prompt": messages}, trained_turns="all", max_response_tokens=60, places=places
+    )
+    whole = [*found.prompt_ids, *found.response_ids]
+    for image in found.images:
+        assert whole[image.start : image.end] == [IMAGE] * image.tokens
+    assert [image.tokens for image in found.images] == [6, 8]
+    assert whole.count(IMAGE) == 14
+    assert found.images[1].start > len(found.prompt_ids), "it is shown after the first answer"
+    rows = rows_of([found])
+    trained = rows.tokens[0, 1:][rows.mask[0]].tolist()
+    assert trained == [*letters("1"), IM_END, *letters("2"), IM_END]
+    assert [place.rpartition("/")[2] for place in places] == ["given.jsonl:1"]
+    (last,) = supervised(folder, {"prompt": messages})
+    assert last.images == found.images
+    assert len(last.prompt_ids) > len(found.prompt_ids)
+
+
+@pytest.mark.parametrize(
+    ("record", "said"),
+    [
+        ({"prompt": "<image>", "response": "1"}, "1 place(s) for images"),
+        ({"prompt": "x", "response": "1", "images": ["inside/a.png"]}, "0 place(s) for images"),
+        ({"prompt": "<image>", "response": "1", "images": ["none.png"]}, "none.png"),
+        ({"prompt": "x", "response": IMAGE_TEXT}, "reads as a control token"),
+        (
+            {"prompt": "<image>" * 3, "response": "1", "images": ["inside/a.png"] * 3},
+            "a prompt with 3 images: rollout.max_images is 2",
+        ),
+        (
+            {"prompt": "<image>" * 2, "response": "1", "images": ["inside/a.png"] * 2},
+            "16 tokens with its 2 image(s)",
+        ),
+    ],
+)
+def test_an_example_whose_images_do_not_fit_is_refused(
+    record: Any, said: str, folder: Path
+) -> None:
+    with pytest.raises(DataError, match=r"given\.jsonl:1: ") as caught:
+        supervised(folder, record, max_prompt_tokens=15)
+    assert said in str(caught.value)
+
+
+def test_a_response_with_an_image_is_refused(folder: Path) -> None:
+    part = {"type": "image", "image": "inside/a.png"}
+    messages = [
+        {"role": "user", "content": "draw"},
+        {"role": "assistant", "content": [part, {"type": "text", "text": "here"}]},
+    ]
+    with pytest.raises(DataError, match="responses and preferences are text alone"):
+        supervised(folder, {"prompt": messages})
+
+
+def test_a_supervised_run_decodes_its_images_before_it_starts(folder: Path) -> None:
+    (folder / "data/inside/half.png").write_bytes(content(folder, "a.png")[:-200])
+    path = folder / "data/sft.jsonl"
+    lines = [
+        {"prompt": "x", "response": "1"},
+        {"prompt": "<image>", "response": "1", "images": "inside/half.png"},
+    ]
+    path.write_text("\n".join(map(json.dumps, lines)))
+    config = RunConfig(
+        model=ModelConfig(path=str(folder / "model")),
+        data=DataConfig(train=str(path)),
+        algorithm=AlgorithmConfig(task="sft"),
+    )
+    with pytest.raises(DataError, match=r"sft.jsonl:2: .*half.png is broken"):
+        given_of(config, Tokenizer(folder / "model"))
+    lines[1]["images"] = "inside/b.png"
+    path.write_text("\n".join(map(json.dumps, lines)))
+    given_of(config, Tokenizer(folder / "model"))
+    config.trainer.max_patches_per_micro_batch = 8
+    with pytest.raises(DataError, match=r"sft.jsonl:2: its images have 32 patches together"):
+        given_of(config, Tokenizer(folder / "model"))
 
 
 @pytest.mark.parametrize("broken", ["train", "eval"])

@@ -17,6 +17,7 @@ from rftmega.core.types import Prompt
 from rftmega.core.waveform_positions import PlacedWaveform
 from rftmega.data.media.audio_processor import audio_processor_of
 from rftmega.data.media.files import digest_of
+from rftmega.data.media_reader import MediaOptions
 from rftmega.data.prompt_images import check_images
 from rftmega.data.prompts import load_prompts
 from rftmega.data.splits import prompts_of
@@ -153,15 +154,21 @@ def test_a_model_that_hears_nothing_refuses_waveforms(folder: Path, tmp_path: Pa
     (tmp_path / "a.jsonl").write_text(json.dumps({"prompt": "x", "label": "1", "audio": A}))
     with pytest.raises(DataError, match="the model has no tower that hears"):
         load_prompts(tmp_path / "a.jsonl", encode, DataConfig(), max_prompt_tokens=9)
-    (tmp_path / "b.jsonl").write_text(json.dumps({"prompt": "x", "response": "1", "audio": A}))
-    with pytest.raises(DataError, match="given answers are learnt from words alone so far"):
-        load_supervised(
-            tmp_path / "b.jsonl",
-            encode,
-            DataConfig(),
-            max_prompt_tokens=9,
-            max_response_tokens=9,
-        )
+    limits = {"max_prompt_tokens": 99, "max_response_tokens": 9}
+    record = {"prompt": "x", "response": "1", "audio": A}
+    (tmp_path / "b.jsonl").write_text(json.dumps(record))
+    with pytest.raises(DataError, match="the model has no tower that hears"):
+        load_supervised(tmp_path / "b.jsonl", encode, DataConfig(), **limits)
+
+
+def test_an_answer_about_a_waveform_is_trained_behind_its_features(folder: Path) -> None:
+    encode, path = Tokenizer(folder / "model"), folder / "data/given.jsonl"
+    path.write_text(json.dumps({"prompt": "<audio>?", "response": "1", "audio": A}))
+    media = MediaOptions(audio_processor_of(folder / "model"), max_images=1)
+    limits = {"max_prompt_tokens": 99, "max_response_tokens": 9}
+    (found,) = load_supervised(path, encode, DataConfig(), media=media, **limits)
+    (prompt,) = load(folder, [{"prompt": "<audio>?", "label": "1", "audio": A}])
+    assert (found.prompt_ids, found.images) == (prompt.token_ids, prompt.images)
 
 
 def test_a_column_of_another_name_and_a_folder_elsewhere(folder: Path) -> None:

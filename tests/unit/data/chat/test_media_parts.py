@@ -146,14 +146,17 @@ def test_a_model_of_text_refuses_images_inside_parts(tmp_path: Path) -> None:
         load_prompts(path, ours, DataConfig(), max_prompt_tokens=99)
 
 
-def test_given_answers_refuse_images_inside_parts(tmp_path: Path) -> None:
+def test_preferences_and_text_models_refuse_images_inside_parts(tmp_path: Path) -> None:
     ours = tokenizer(tmp_path, PLAIN["chatml"])
     path = tmp_path / "a.jsonl"
     completions = {"response": "a", "chosen": "a", "rejected": "b"}
     path.write_text(json.dumps(record({"type": "image", "image": "a.png"}, **completions)))
     limits = {"max_prompt_tokens": 99, "max_response_tokens": 99}
-    for read in (load_supervised, load_preferences):
-        with pytest.raises(DataError, match=r"a\.jsonl:1: .*learnt from words alone so far"):
+    for read, said in (
+        (load_supervised, "the model has no vision tower"),
+        (load_preferences, "responses and preferences are text alone so far"),
+    ):
+        with pytest.raises(DataError, match=rf"a\.jsonl:1: .*{said}"):
             read(path, ours, DataConfig(), **limits)
 
 
