@@ -226,20 +226,9 @@ def test_given_answers_are_trained_alike_under_two_layouts(
     assert policy.dtype == torch.float32
 
 
-@pytest.mark.ranks
-def test_preferences_are_trained_alike_under_two_layouts_and_then_judge_a_run(
-    arithmetic: Path, tmp_path: Path
-) -> None:
-    data = [
-        f"data.train={arithmetic / 'pairs.jsonl'}",
-        f"data.eval={arithmetic / 'held_out_pairs.jsonl'}",
-    ]
-    seen = trained_alike(
-        arithmetic / "given.yaml", ["algorithm.task=reward_model", *data], "eval_margin", tmp_path
-    )
-    judge = AutoModelForSequenceClassification.from_pretrained(
-        tmp_path / "TP2 x PP2" / "reward_model"
-    )
+def margin_of(arithmetic: Path, folder: Path) -> float:
+    """By how much chosen held-out responses score higher, as transformers computes it."""
+    judge = AutoModelForSequenceClassification.from_pretrained(folder)
     assert judge.config.num_labels == 1
     encode = AutoTokenizer.from_pretrained(arithmetic / "model")
     margins = []
@@ -251,14 +240,30 @@ def test_preferences_are_trained_alike_under_two_layouts_and_then_judge_a_run(
         ]
         chosen, rejected = (judge(torch.tensor([row])).logits[0, 0].item() for row in ids)
         margins.append(chosen - rejected)
-    assert sum(margins) / len(margins) == pytest.approx(seen["alone"][-1]["eval_margin"], rel=1e-3)
+    return sum(margins) / len(margins)
+
+
+@pytest.mark.ranks
+def test_preferences_are_trained_alike_under_two_layouts_and_then_judge_a_run(
+    arithmetic: Path, tmp_path: Path
+) -> None:
+    data = [
+        f"data.train={arithmetic / 'pairs.jsonl'}",
+        f"data.eval={arithmetic / 'held_out_pairs.jsonl'}",
+    ]
+    seen = trained_alike(
+        arithmetic / "given.yaml", ["algorithm.task=reward_model", *data], "eval_margin", tmp_path
+    )
+    margin = margin_of(arithmetic, tmp_path / "TP2 x PP2" / "reward_model")
+    assert margin == pytest.approx(seen["alone"][-1]["eval_margin"], rel=1e-3)
     cost = ["algorithm.reward_model_loss=cost", "data.chosen_key=safer_response_id"]
     costs = run_all(
         arithmetic / "given.yaml", {"cost": ["algorithm.task=reward_model", *data, *cost]}, tmp_path
     )["cost"]
     assert costs[-1]["loss"] < costs[0]["loss"]
-    assert costs[-1]["eval_margin"] > costs[0]["eval_margin"], "the less safe response costs more"
-    assert costs[-1]["eval_safety_accuracy"] >= costs[0]["eval_safety_accuracy"]
+    margin = margin_of(arithmetic, tmp_path / "cost" / "reward_model")
+    assert -margin == pytest.approx(costs[-1]["eval_margin"], rel=1e-3)
+    assert 0 <= costs[-1]["eval_safety_accuracy"] <= 1
     assert undocumented({"cost": costs}) == set()
     rewarded = [
         "parallel.tensor=2",
@@ -273,6 +278,7 @@ def test_preferences_are_trained_alike_under_two_layouts_and_then_judge_a_run(
     (step, *_) = run_all(
         arithmetic / "run.yaml", {"rl": [*rewarded, path, "--processes", "2"]}, tmp_path
     )["rl"]
+    encode = AutoTokenizer.from_pretrained(arithmetic / "model")
     judge, counted = (
         AutoModelForSequenceClassification.from_pretrained(tmp_path / run / "reward_model")
         for run in ("alone", "cost")
