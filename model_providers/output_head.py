@@ -1,12 +1,14 @@
 """Determines how a transformers decoder computes its logits, before its weights are loaded.
 Log-probs are computed here without logits, from a linear layer with an optional bias, and a scale
 factor before and after it. The model's own forward pass runs with substitutes for the decoder and
-the LM head, which shows whether its logits are computed in this way.
+the LM head, which shows whether its logits are computed in this way. They may also be soft-capped
+(Gemma 2, arXiv:2408.00118, section 2).
 """
 
 import functools
+import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -21,20 +23,21 @@ LARGEST, SMALLEST = 1e4, 1e-2  # magnitudes of the probe logits, of both signs
 
 
 class OutputHead(NamedTuple):
-    """OutputHead describes how logits are computed from hidden states: after * linear(before *
-    hidden).
+    """OutputHead describes how logits are computed from hidden states: x = after * linear(before *
+    hidden), and with a `cap` cap * tanh(x / cap).
     """
 
     linear: nn.Linear
     before: float = 1.0
     after: float = 1.0
+    cap: float | None = None
 
 
 def output_head(model: "PreTrainedModel") -> OutputHead:
     """Returns the LM head of a model, which may be on the meta device, with its scale factors.
 
     Raises CheckpointError, naming the model's class, if the model computes its logits in another
-    way, such as soft-capping them or omitting some.
+    way, such as omitting some.
     """
     kind, linear = type(model).__name__, model.get_output_embeddings()
     if not isinstance(linear, nn.Linear) or type(linear).forward is not nn.Linear.forward:
@@ -51,9 +54,14 @@ def output_head(model: "PreTrainedModel") -> OutputHead:
     def given(*_: Any, **__: Any) -> Any:
         return _given_output()(last_hidden_state=hidden)
 
-    decoder = getattr(model, model.base_model_prefix)
+    embedding = model.get_input_embeddings()
+    holders = [each for each in model.modules() if embedding in each.children()]
+    decoders = {id(each): each for each in [decoder_of(model), *holders] if each is not model}
     try:
-        with torch.no_grad(), _in_place_of(decoder, given), _in_place_of(linear, noted):
+        with torch.no_grad(), ExitStack() as replaced:
+            for decoder in decoders.values():  # a model may call the inner one
+                replaced.enter_context(_in_place_of(decoder, given))
+            replaced.enter_context(_in_place_of(linear, noted))
             logits = model(input_ids=torch.zeros(1, 1, dtype=torch.int64)).logits
     except Exception as error:  # model code may raise anything if weights are missing
         raise _refused(
@@ -67,13 +75,28 @@ def output_head(model: "PreTrainedModel") -> OutputHead:
     if logits.shape != told.shape:
         raise _refused(kind, f"it gives {logits.shape[-1]} of the {words} logits")
     after = _factor(logits, told)
-    if after is None:
+    if after is not None:
+        return OutputHead(linear, before, after)
+    if (found := _soft_cap(logits, told)) is None:
         raise _refused(
             kind,
-            "it does not take the logits as its output head gives them: it bounds or changes them "
-            "(final_logit_softcapping, say)",
+            "it does not take the logits as its output head gives them: it changes them otherwise than by a factor and a "
+            "soft cap",
         )
-    return OutputHead(linear, before, after)
+    return OutputHead(linear, before, *found)
+
+
+def decoder_of(model: "PreTrainedModel") -> nn.Module:
+    """Returns the decoder of a causal language model: the model without its LM head.
+
+    Raises CheckpointError if no module of the model is its decoder.
+    """
+    embedding = model.get_input_embeddings()
+    named = getattr(model, model.base_model_prefix, None)
+    for child in [named, *model.children()]:
+        if isinstance(child, nn.Module) and any(each is embedding for each in child.modules()):
+            return child
+    raise _refused(type(model).__name__, "none of its modules is a decoder with the embedding")
 
 
 def names_of_head(model: "PreTrainedModel") -> list[str]:
@@ -104,11 +127,28 @@ def _factor(found: Tensor, given: Tensor) -> float | None:
     """Returns the nonzero factor by which `given` must be multiplied to get `found`, or None if
     there is no such factor.
     """
-    if found.shape != given.shape:
+    if found.shape != given.shape or found.is_meta:
         return None
     factor = float(found[0, 0, 0] / given[0, 0, 0])
     same = torch.allclose(found.float(), given * factor, rtol=1e-5, atol=1e-6)
     return factor if same and factor else None
+
+
+def _soft_cap(found: Tensor, given: Tensor) -> tuple[float, float] | None:
+    """Returns (factor, cap) for which `found` is cap * tanh(factor * given / cap), or None if there
+    are none. The largest of `given` must be so large that tanh is 1 there.
+    """
+    if found.shape != given.shape or found.is_meta:
+        return None
+    cap = float(found.abs().max())
+    small = int(given.abs().argmin())
+    first, seen = float(given.flatten()[small]), float(found.flatten()[small])
+    if not 0 < abs(seen) < cap:
+        return None
+    factor = cap * math.atanh(seen / cap) / first
+    wanted = cap * torch.tanh(factor * given / cap)
+    same = torch.allclose(found.float(), wanted, rtol=1e-5, atol=1e-6)
+    return (factor, cap) if same else None
 
 
 @functools.cache

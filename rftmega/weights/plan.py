@@ -62,7 +62,7 @@ def cuts(tensor: LogicalTensor, needs: RankNeeds) -> list[Cut]:
                 if not left:
                     break
                 common = [intersection(each, here) for each in left]
-                found += [Cut(target, number, each, ranks) for each in common if each]
+                found += [Cut(target, number, each, ranks) for each in common if each is not None]
                 left = [rest for each in left for rest in remaining(each, [here])]
             if left:
                 raise ValueError(f"nobody holds {TensorSlice(tensor, number, left[0])}")

@@ -312,7 +312,7 @@ class _Passage:
         """
         for box, elements in own:
             for needed in self.weights.needs.get(tensor.names[number], []):
-                if common := intersection(box, needed):
+                if (common := intersection(box, needed)) is not None:
                     read = narrowed(elements, within(common, box))
                     used = TensorSlice(tensor, number, common)
                     self.sums.used([used], checksums(read[None]))

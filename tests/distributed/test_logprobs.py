@@ -41,26 +41,31 @@ def case(scale: float) -> tuple[torch.Tensor, ...]:
     )
 
 
-def dense(scale: float) -> tuple[torch.Tensor, ...]:
+def dense(scale: float, cap: float | None) -> tuple[torch.Tensor, ...]:
     hidden, weight, bias, targets, temperature, on_logp, on_entropy = case(scale)
     hidden.requires_grad_()
     weight.requires_grad_()
     bias.requires_grad_()
-    logp = ((hidden @ weight.T + bias) / temperature[:, None]).log_softmax(-1)
+    logits = hidden @ weight.T + bias
+    logits = logits if cap is None else cap * torch.tanh(logits / cap)
+    logp = (logits / temperature[:, None]).log_softmax(-1)
     picked = logp.gather(-1, targets[:, None])[:, 0]
     entropy = -(logp.exp() * logp).sum(-1)
     (picked * on_logp + entropy * on_entropy).sum().backward()
     return picked.detach(), entropy.detach(), hidden.grad, weight.grad, bias.grad
 
 
-CASES = ((1.0, 1), (3.0, 4), (1000.0, 100))  # scale of the weights, tokens of a chunk
+CASES = (  # scale of the weights, tokens of a chunk, soft cap of the logits
+    *((1.0, 1, None), (3.0, 4, None), (1000.0, 100, None)),
+    *((1.0, 4, 2.5), (3.0, 1, 6.0), (3.0, 100, 2.5)),
+)
 
 
 def sharded_body(world: Any) -> list[tuple[torch.Tensor, ...]]:
-    return [sharded(world, scale, chunk) for scale, chunk in CASES]
+    return [sharded(world, *each) for each in CASES]
 
 
-def sharded(world: Any, scale: float, chunk: int) -> tuple[torch.Tensor, ...]:
+def sharded(world: Any, scale: float, chunk: int, cap: float | None) -> tuple[torch.Tensor, ...]:
     hidden, weight, bias, targets, temperature, on_logp, on_entropy = (
         x if x.dtype == torch.int64 else x.float() for x in case(scale)
     )
@@ -75,19 +80,23 @@ def sharded(world: Any, scale: float, chunk: int) -> tuple[torch.Tensor, ...]:
     bias = biases[own].clone().requires_grad_()
     hidden.requires_grad_()
     shard = Shard.of_rank(width, vocabulary=VOCABULARY, rank=world.rank, group=dist.group.WORLD)
-    logp, entropy = linear_stats(hidden, mine, targets, temperature, shard, bias=bias, chunk=chunk)
+    logp, entropy = linear_stats(
+        hidden, mine, targets, temperature, shard, bias=bias, cap=cap, chunk=chunk
+    )
     (logp * on_logp + entropy * on_entropy).sum().backward()
     return logp.detach(), entropy.detach(), hidden.grad, mine.grad, bias.grad
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])  # of 4, one holds padding only
 def test_values_and_gradients_equal_dense_autograd(ranks: int) -> None:
-    for (scale, _), *results in zip(CASES, *run_ranks(ranks, sharded_body), strict=True):
-        assert_equal_to_dense(scale, results)
+    for (scale, _, cap), *results in zip(CASES, *run_ranks(ranks, sharded_body), strict=True):
+        assert_equal_to_dense(scale, cap, results)
 
 
-def assert_equal_to_dense(scale: float, results: list[tuple[torch.Tensor, ...]]) -> None:
-    logp, entropy, grad_hidden, grad_weight, grad_bias = dense(scale)
+def assert_equal_to_dense(
+    scale: float, cap: float | None, results: list[tuple[torch.Tensor, ...]]
+) -> None:
+    logp, entropy, grad_hidden, grad_weight, grad_bias = dense(scale, cap)
     for found_logp, found_entropy, *_ in results:
         torch.testing.assert_close(found_logp.double(), logp, atol=1e-5, rtol=1e-5)
         torch.testing.assert_close(found_entropy.double(), entropy, atol=1e-5, rtol=1e-5)

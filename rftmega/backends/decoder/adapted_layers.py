@@ -18,6 +18,7 @@ from rftmega.converters.adapters import (
 )
 from rftmega.core.errors import ConfigError
 from rftmega.core.shards import EMBEDDING, HEAD, OF_VOCABULARY
+from rftmega.model_providers.output_head import decoder_of
 
 if TYPE_CHECKING:  # imported lazily: a launcher that only validates doesn't need them
     from transformers import PreTrainedModel
@@ -52,7 +53,7 @@ def adapted_of(
     head of a model that ties them, for experts whose matrices transformers' conversion mapping does
     not distinguish, and for a model with a vision or audio encoder.
     """
-    if vocabulary_of(model) is not model.base_model:
+    if vocabulary_of(model) is not decoder_of(model):
         raise ConfigError(
             f"model.lora.rank: {type(model).__name__} has a tower beside its decoder, and can't have adapters yet. Set it to 0."
         )

@@ -17,6 +17,9 @@ CHANGING = ("dynamic", "longrope")  # RoPE types whose angles depend on the long
 # Vision-language models whose images `rftmega.data.media` supports. Not qwen3_vl_moe: transformers
 # transposes its experts, which then are no blocks of the folder's tensors.
 SEEING = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
+# number of positions, as configs name it; a recurrent model names none
+POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
+UNBOUNDED = 2**31
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 
@@ -108,7 +111,7 @@ def beyond_its_positions(config: Any, longest: int) -> list[str]:
     text = config.get_text_config()
     for scaling in _scalings(text):
         kind = scaling.get("rope_type", "default")
-        bound = scaling.get("original_max_position_embeddings", text.max_position_embeddings)
+        bound = scaling.get("original_max_position_embeddings") or _said(text, POSITIONS[0])
         if kind in CHANGING and longest > bound:
             found.append(
                 f"rope_type={kind} of config.json changes with the longest row beyond {bound} tokens, and this run has rows of "
@@ -139,8 +142,8 @@ def describe_any(config: Any, tower: VisionTower | None = None) -> TransformersM
     (`tower`); the parameters are not counted yet.
     """
     text = config.get_text_config()
-    heads = text.num_attention_heads
-    width = getattr(text, "head_dim", None) or text.hidden_size // heads
+    heads = _said(text, "num_attention_heads") or 1  # of a model without attention
+    width = _said(text, "head_dim") or text.hidden_size // heads
     windows = getattr(text, "layer_types", None) or ()
     return TransformersModel(
         family=config.model_type,
@@ -148,13 +151,15 @@ def describe_any(config: Any, tower: VisionTower | None = None) -> TransformersM
         hidden=text.hidden_size,
         ffn=getattr(text, "intermediate_size", None) or 0,
         heads=heads,
-        groups=getattr(text, "num_key_value_heads", None) or heads,
+        groups=_said(text, "num_key_value_heads") or heads,
         head_dim=width,
         vocabulary=text.vocab_size,
-        max_positions=text.max_position_embeddings,
+        max_positions=next(
+            (found for name in POSITIONS if (found := _said(text, name))), UNBOUNDED
+        ),
         norm_epsilon=getattr(text, "rms_norm_eps", 1e-6),
         rope=Rope(base=0.0),
-        tied=bool(config.tie_word_embeddings),
+        tied=bool(getattr(config, "tie_word_embeddings", False)),
         qkv_bias=False,
         qk_norm=False,
         init_std=getattr(text, "initializer_range", 0.02),
@@ -165,6 +170,18 @@ def describe_any(config: Any, tower: VisionTower | None = None) -> TransformersM
         experts=_experts(text),
         tower=tower,
     )
+
+
+def _said(text: Any, name: str) -> Any:
+    """Returns a field of a config; of one that differs between layers, the largest value; None if
+    the config has no such field.
+    """
+    try:
+        return getattr(text, name, None)
+    except Exception:  # transformers refuses to give one value for several
+        of_layers = getattr(text, "per_layer_config", None) or {}
+        values = of_layers.values() if isinstance(of_layers, dict) else of_layers
+        return max((getattr(each, name, 0) or 0 for each in values), default=0) or None
 
 
 def _experts(text: Any) -> Experts | None:

@@ -12,6 +12,7 @@ from rftmega.backends.decoder.adapted_layers import AdaptedLayers, adapted_of
 from rftmega.backends.decoder.describe import TransformersModel, read_config, tower_of
 from rftmega.backends.decoder.meta_decoder import describe, gathered_apart, on_meta
 from rftmega.backends.decoder.tensor_plan import splits_of, styles_of
+from rftmega.model_providers.output_head import decoder_of
 
 Shape = tuple[int, ...]
 
@@ -68,7 +69,7 @@ def read_groups(
 
     apart = gathered_apart(model, head)
     taken = {id(parameter) for module in apart for parameter in module.parameters()}
-    rest = [each for each in model.base_model.parameters() if id(each) not in taken]
+    rest = [each for each in decoder_of(model).parameters() if id(each) not in taken]
     shapes = [tuple(shape_of(each) for each in module.parameters()) for module in apart]
     pairs: list[tuple[Shape, ...]] = []
     looked_up: list[Shape] = []

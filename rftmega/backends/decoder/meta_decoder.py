@@ -7,6 +7,7 @@ from torch import nn
 
 from rftmega.backends.decoder.describe import SEEING, TransformersModel, describe_any
 from rftmega.core.errors import CheckpointError
+from rftmega.model_providers.output_head import decoder_of
 from rftmega.model_providers.tower import VisionTower
 
 if TYPE_CHECKING:  # its import takes seconds
@@ -35,7 +36,8 @@ def on_meta(config: Any, attention: str) -> "PreTrainedModel":
 
 def vocabulary_of(model: "PreTrainedModel") -> nn.Module:
     """Returns the text decoder of a model: all of it without the LM head and any vision encoder."""
-    decoder: nn.Module = getattr(model.base_model, "language_model", model.base_model)
+    inner = decoder_of(model)
+    decoder: nn.Module = getattr(inner, "language_model", inner)
     return decoder
 
 
@@ -58,13 +60,29 @@ def describe(model: "PreTrainedModel", tower: VisionTower | None = None) -> Tran
     return said.with_weights(counted, round(matrices))
 
 
+def state_buffers(model: "PreTrainedModel") -> dict[str, torch.Tensor]:
+    """Returns the buffers that belong to a model's state, as a router's correction bias, by name.
+    Checkpoints contain them, unlike buffers that are computed from the config.
+    """
+    kept = model.state_dict().keys()
+    return {name: buffer for name, buffer in model.named_buffers() if name in kept}
+
+
 def layers_of(model: "PreTrainedModel") -> list[nn.Module]:
     """Returns a model's layers, including those of a vision encoder.
 
-    Raises CheckpointError if transformers does not name the class of the layers.
+    Where transformers does not name the class of the layers, they are the longest list of modules
+    of one class. Raises CheckpointError if there is none.
     """
     kinds = set(model._no_split_modules or ())
-    layers = [each for each in model.base_model.modules() if type(each).__name__ in kinds]
+    decoder = decoder_of(model)
+    named = [each for each in decoder.modules() if type(each).__name__ in kinds]
+    inner = {id(part) for each in named for part in each.modules() if part is not each}
+    layers = [each for each in named if id(each) not in inner]
+    if not layers:
+        lists = [each for each in decoder.modules() if isinstance(each, nn.ModuleList)]
+        alike = [list(each) for each in lists if len({type(layer) for layer in each}) == 1]
+        layers = max(alike, key=len, default=[])
     if not layers:
         raise CheckpointError(
             f"transformers does not say which modules of {type(model).__name__} are its layers (_no_split_modules), so "
@@ -80,7 +98,23 @@ def gathered_apart(model: "PreTrainedModel", head: nn.Module) -> list[nn.Module]
     also the LM head. Raises CheckpointError if transformers does not name the class of the layers.
     """
     layers = layers_of(model)
+    _refuse_shared(model, layers)
     embedding = model.get_input_embeddings()
     if any(weight is embedding.weight for weight in head.parameters()):
         return layers
     return [embedding, *layers, head]
+
+
+def _refuse_shared(model: "PreTrainedModel", layers: list[nn.Module]) -> None:
+    """Raises CheckpointError if layers share a parameter, which could not be gathered for each of
+    them.
+    """
+    seen: set[int] = set()
+    for layer in layers:
+        own = {id(parameter) for parameter in layer.parameters()}
+        if own & seen:
+            raise CheckpointError(
+                f"{type(model).__name__} has layers that share their weights, and each layer is gathered by itself "
+                "with backend=fsdp. Take backend=megatron, or another model."
+            )
+        seen |= own

@@ -10,7 +10,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,7 +28,17 @@ from transformers.core_model_loading import (
 from rftmega.backends.decoder.tensor_plan import Split
 from rftmega.converters import NOT_WEIGHTS
 from rftmega.core.errors import CheckpointError
-from rftmega.core.shards import Box, LogicalTensor, Shard, ShardPart, intersection, within
+from rftmega.core.shards import (
+    Box,
+    LogicalTensor,
+    Shard,
+    ShardPart,
+    disjoint,
+    intersection,
+    volume,
+    whole,
+    within,
+)
 from rftmega.models.hf.hf_folder import HFFolder
 
 LAYER = re.compile(r"\.layers\.(\d+)\.")
@@ -93,6 +103,7 @@ def places_of(
     known: dict[str, Any] = dict(wanted)
     prefix = model.base_model_prefix
     found: dict[str, list[Placed]] = defaultdict(list)
+    fused: dict[str, list[Fused]] = defaultdict(list)
     members: Counter[tuple[str, str]] = Counter()
     strangers = []
     for name in sorted(files.names, key=dot_natural_key):
@@ -107,7 +118,9 @@ def places_of(
         converter = converter_of[pattern]
         number = members[target, pattern]
         members[target, pattern] += 1
-        found[target].append(_fused(files, name, shape, converter, pattern, number))
+        fused[target].append(_fused(files, name, shape, converter, pattern, number))
+    for target, parts in fused.items():
+        found[target] += _beside_each_other(parts)
     ignored = [*(model._keys_to_ignore_on_load_unexpected or ())]
     strangers = [
         name
@@ -126,6 +139,26 @@ def places_of(
     return dict(found)
 
 
+class Fused(NamedTuple):
+    """Fused is a folder's tensor that becomes a part of a fused parameter."""
+
+    place: Placed  # with offset 0
+    axis: int  # along which it stands beside others
+    order: int  # its place among them
+
+
+def _beside_each_other(parts: Sequence[Fused]) -> list[Placed]:
+    """Returns the positions of the tensors that a parameter, or each expert in it, consists of."""
+    found = []
+    filled: Counter[int | None] = Counter()
+    for place, axis, _ in sorted(parts, key=lambda part: part.order):
+        offset = [0] * len(place.shape)
+        offset[axis] = filled[place.expert]
+        filled[place.expert] += place.shape[axis]
+        found.append(replace(place, offset=tuple(offset)))
+    return found
+
+
 def _fused(
     files: HFFolder,
     name: str,
@@ -133,9 +166,9 @@ def _fused(
     converter: WeightConverter,
     pattern: str,
     number: int,
-) -> Placed:
-    """Returns the position in a fused parameter of the `number`-th tensor (`name`, `shape`) of the
-    folder that matches `pattern`, a source pattern of `converter`.
+) -> Fused:
+    """Returns the `number`-th tensor (`name`, `shape`) of the folder that matches `pattern`, a source
+    pattern of `converter`, as a part of a fused parameter.
     """
     merged, joined = False, 0
     for operation in converter.operations:
@@ -149,12 +182,10 @@ def _fused(
                 "in this backend: weights are pushed and saved as they are in the folder. Take backend=megatron, or a folder "
                 "that was saved otherwise."
             )
-    offset = [0] * len(shape)
-    if len(converter.source_patterns) > 1:
-        # assumes tensors of equal shapes, such as gate and up
-        axis = joined - 1 if merged else joined
-        offset[axis] = converter.source_patterns.index(pattern) * shape[axis]
-    return Placed(name, shape, number if merged else None, tuple(offset))
+    axis = joined - 1 if merged else joined
+    order = converter.source_patterns.index(pattern)
+    place = Placed(name, shape, number if merged else None, (0,) * len(shape))
+    return Fused(place, max(axis, 0), order)
 
 
 def _refuse_incomplete(
@@ -168,7 +199,11 @@ def _refuse_incomplete(
     fits = all(
         intersection(place.box, tuple((0, n) for n in inner)) == place.box for place in places
     )
-    if elements != torch.Size(shape).numel() or not fits:
+    boxes: dict[int | None, list[Box]] = defaultdict(list)
+    for place in places:
+        boxes[place.expert].append(place.box)
+    covered = sum(volume(box) for own in boxes.values() for box in disjoint(own))
+    if elements != torch.Size(shape).numel() or covered != elements or not fits:
         tensors = ", ".join(f"{place.name} {list(place.shape)}" for place in places[:3])
         raise CheckpointError(
             f"{files.folder}: {name} is {list(shape)} by config.json, and the folder has {tensors}"
@@ -220,6 +255,19 @@ def plans_of(
         if parts:
             found.append(ShardPlan(logical, parts, index))
     return found
+
+
+def plan_of_buffer(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> ShardPlan:
+    """Returns the ShardPlan of a whole buffer, which is a Hugging Face tensor of the same name."""
+    layer = LAYER.search(name)
+    logical = LogicalTensor(
+        (name,),
+        (shape,),
+        dtype,
+        layer=int(layer[1]) if layer else None,
+        kind=LAYER.sub(".layers.*.", name),
+    )
+    return ShardPlan(logical, (ShardPart(0, whole(shape), (0,) * len(shape)),), None)
 
 
 def _parts(

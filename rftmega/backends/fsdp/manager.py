@@ -3,7 +3,7 @@ schedule.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from pathlib import Path
@@ -15,11 +15,12 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import PreTrainedModel
 
 from rftmega.backends.decoder.describe import tower_of
-from rftmega.backends.decoder.meta_decoder import describe
+from rftmega.backends.decoder.meta_decoder import describe, state_buffers
 from rftmega.backends.decoder.parameter_places import (
     Placed,
     differs_from,
     places_of,
+    plan_of_buffer,
     plans_of,
     read,
 )
@@ -113,7 +114,8 @@ class FSDPModelManager:
         every = self._weights(names, places)
         # the model's weights, and the trained ones: the same, or its adapters' and a value head's
         own = set(built.names.values())
-        self.weights_held = [weight for weight in every if weight.name in own]
+        buffers = self._buffers(places)
+        self.weights_held = [weight for weight in every if weight.name in own] + buffers
         self.trained = [weight for weight in every if weight.learns]
         self._load(files)
         if self.adapters is not None:
@@ -167,6 +169,8 @@ class FSDPModelManager:
         shapes = {name: tuple(parameters[own].shape) for own, name in built.names.items()}
         without = [name for name in (VALUE_WEIGHT, VALUE_BIAS) if name not in files]
         wanted = {name: shape for name, shape in shapes.items() if name not in without}
+        state = state_buffers(built.model)
+        wanted |= {name: tuple(buffer.shape) for name, buffer in state.items()}
         weight, *others = names_of_head(built.model)
         heads = [weight] if self.description.tied else []
         heads = [weight, *others] if self.value_model else heads
@@ -205,6 +209,17 @@ class FSDPModelManager:
             pushed = held if wide else torch.empty_like(held, dtype=self.dtype)
             embeds, partial = parameter is embedding, known in self._partial
             found.append(Weight(known, parameter, plans, embeds, split, partial, held, pushed))
+        return found
+
+    def _buffers(self, places: dict[str, list[Placed]]) -> list[Weight]:
+        """Returns the buffers that belong to the model's state. They are not sharded, keep their
+        own dtype and are never trained.
+        """
+        found = []
+        for name, buffer in state_buffers(self.model).items():
+            (place,) = places[name]
+            plan = plan_of_buffer(place.name, place.shape, buffer.dtype)
+            found.append(Weight(name, buffer, [plan], False, None, False, buffer, buffer, True))
         return found
 
     @torch.no_grad()
@@ -258,7 +273,7 @@ class FSDPModelManager:
         return self._sum_of(self.weights_held)
 
     def _sum_of(self, weights: Iterable[Weight]) -> int:
-        own = (weight for weight in weights if self.placement.writes(weight.split))
+        own = (each for each in weights if self.placement.writes(each.split, whole=each.whole))
         shards = (shard for weight in own for shard in weight.shards())
         return frozen_weights.sum_of(shards, self.where)
 
@@ -278,6 +293,11 @@ class FSDPModelManager:
         return [shard for weight in self.weights_held for shard in weight.shards()]
 
     @property
+    def buffers(self) -> list[Weight]:
+        """Returns the buffers that belong to the model's state."""
+        return [weight for weight in self.weights_held if weight.whole]
+
+    @property
     def head(self) -> list[Weight]:
         """Returns the weights that are trained in full in addition to the adapters: those of a
         value head.
@@ -291,13 +311,16 @@ class FSDPModelManager:
             return 0
         return int(next(iter(self.optimizer.state.values()))["step"])
 
-    def set_adam_steps(self, steps: int) -> None:
+    def set_adam_steps(
+        self, steps: int, holds: Callable[[Weight], bool] = lambda weight: True
+    ) -> None:
         """Replaces Adam's state by zero moments with the given number of steps, to be filled
-        afterwards; at 0 steps, removes the state.
+        afterwards; at 0 steps, removes the state. `holds`: whether a weight has moments; one that
+        never had a gradient has none.
         """
         assert self.optimizer is not None
         self.optimizer.state.clear()
-        for weight in self.trained if steps else ():
+        for weight in filter(holds, self.trained if steps else ()):
             moments = {name: torch.zeros_like(weight.rows) for name in MOMENTS}
             self.optimizer.state[weight.rows] = {"step": torch.tensor(float(steps))} | moments
 

@@ -92,13 +92,14 @@ class ShardingMesh:
         """Returns the index of this process's replica."""
         return self.data_rank // self.shards
 
-    def writes(self, split: object | None) -> bool:
+    def writes(self, split: object | None, *, whole: bool = False) -> bool:
         """Returns whether this process writes its rows to a checkpoint: of the processes with equal
         rows only the first does.
         `split`: the parameter's tensor-parallel split; None if the parameter is replicated.
+        `whole`: every process holds all rows.
         """
         first = split is not None or self.tensor_rank == 0
-        return first and self.replica == 0
+        return first and self.replica == 0 and (not whole or self.shard_rank == 0)
 
     def first_row(self, rows: int) -> int:
         """Returns the index of the first row that this process holds of a parameter with `rows`

@@ -16,7 +16,7 @@ from rftmega.backends.fsdp.exchanges import copied
 from rftmega.backends.fsdp.packed_attention import ATTENTION, EDGES
 from rftmega.backends.fsdp.support import refusal_to_pack
 from rftmega.core.errors import CheckpointError
-from rftmega.model_providers.output_head import OutputHead, output_head
+from rftmega.model_providers.output_head import OutputHead, decoder_of, output_head
 from rftmega.models.kernels.linear_log_probs import VocabularyShard, linear_stats
 from rftmega.models.lora.linear import LinearWithPair
 
@@ -30,7 +30,9 @@ class LogProbHead(nn.Module):
 
     def __init__(self, head: OutputHead):
         super().__init__()
-        self.linear, self.before, self.after = head
+        self.linear, self.before, self.after, cap = head
+        # before the factor, by which the temperature is divided
+        self.cap = None if cap is None else cap / self.after
         self.shard: VocabularyShard | None = None  # this process's vocabulary rows; None: all
 
     def forward(self, hidden: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, ...]:
@@ -46,7 +48,9 @@ class LogProbHead(nn.Module):
             shard, hidden = self.shard, copied(hidden, self.shard.group)
         pair = self.linear.factors(hidden) if isinstance(self.linear, LinearWithPair) else None
         divisor = temperature / self.after
-        return linear_stats(hidden, weight, targets, divisor, shard, bias=bias, pair=pair)
+        return linear_stats(
+            hidden, weight, targets, divisor, shard, bias=bias, pair=pair, cap=self.cap
+        )
 
 
 class ValueLayer(nn.Module):
@@ -178,7 +182,7 @@ def with_head(
         raise CheckpointError(
             f"{path}: {unpacked}, so its rows would be padded, and rows with images are packed. Take backend=megatron."
         )
-    network = (SeeingNetwork if sees else Network)(model.base_model, head)
+    network = (SeeingNetwork if sees else Network)(decoder_of(model), head)
     own = {name: names[id(parameter)] for name, parameter in network.named_parameters()}
     return Built(network, model, own, unpacked)
 

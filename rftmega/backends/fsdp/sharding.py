@@ -1,6 +1,7 @@
 """Shards a network's parameters over the processes with torch's FSDP2, layer by layer."""
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -79,7 +80,8 @@ def materialise(network: nn.Module, model: PreTrainedModel, where: torch.device)
         for buffer in floats:
             buffer.fill_(torch.nan)
         if buffers:
-            model._init_weights(module)
+            with _without_parameters(module):  # which are shards, and loaded later
+                model._init_weights(module)
         if any(bool(buffer.isnan().any()) for buffer in floats):
             raise CheckpointError(
                 f"{type(module).__name__} of {type(model).__name__} has buffers {sorted(buffers)} that no checkpoint has and "
@@ -90,6 +92,24 @@ def materialise(network: nn.Module, model: PreTrainedModel, where: torch.device)
         # it
         group.unshard()
         group.reshard()
+
+
+@contextmanager
+def _without_parameters(module: nn.Module) -> Iterator[None]:
+    """Context manager in whose block the module's own parameters, and those of its parts, have no
+    memory.
+    """
+    owners = [(each, dict(each._parameters)) for each in module.modules()]
+    for each, held in owners:
+        for name, parameter in held.items():
+            if parameter is not None:
+                shape = tuple(parameter.shape)
+                each._parameters[name] = nn.Parameter(torch.empty(shape, device="meta"), False)
+    try:
+        yield
+    finally:
+        for each, held in owners:
+            each._parameters.update(held)
 
 
 def local(parameter: Tensor) -> Tensor:

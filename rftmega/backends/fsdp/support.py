@@ -4,6 +4,7 @@ it makes decide. `model_providers.output_head` examines its logits in the same w
 """
 
 from collections.abc import Callable
+from inspect import signature
 from typing import Any
 
 import torch
@@ -31,6 +32,8 @@ def refusal_to_pack(model: PreTrainedModel) -> str | None:
     words = vocabulary_of(model)
     if getattr(config, "attention_chunk_size", None):
         return "its attention is within chunks"
+    if "position_ids" not in signature(words.forward).parameters:
+        return "it takes no positions"
     if getattr(model, "_is_stateful", False):
         return "its layers carry a state"
     mixing = [each for each in words.modules() if isinstance(each, nn.Conv1d | nn.RNNBase)]

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rftmega.backends.fsdp.manager import MOMENTS, FSDPModelManager
+from rftmega.backends.fsdp.manager import FIRST, MOMENTS, FSDPModelManager
 from rftmega.backends.fsdp.mesh import ShardingMesh
 from rftmega.backends.fsdp.runner import FSDPRunner
 from rftmega.backends.fsdp.weight import Weight
@@ -129,6 +129,8 @@ class FSDPModel:
             yield from self._boxes(WEIGHTS, weight, self.residency.host(weight.pushed))
             if averages is not None:
                 yield from self._boxes(AVERAGE, weight, averages[number])
+        for weight in self.manager.buffers if self.manager.adapters is None else ():
+            yield from self._boxes(WEIGHTS, weight, self.residency.host(weight.rows))
 
     def _optimizer_tensors(self) -> Iterator[ShardBox]:
         """Yields the float32 main parameters, if they are separate from the weights, and Adam's
@@ -145,7 +147,7 @@ class FSDPModel:
                     yield from self._boxes(name, weight, self.residency.host(state[name]))
 
     def _boxes(self, kind: str, weight: Weight, tensor: Tensor) -> Iterator[ShardBox]:
-        written = self.placement.writes(weight.split)
+        written = self.placement.writes(weight.split, whole=weight.whole)
         for plan in weight.plans:
             shard = plan.of(tensor)
             for number, name in enumerate(shard.logical.names):
@@ -205,7 +207,10 @@ class FSDPModel:
         if self.average is not None and restarts:
             self.average.restart()
         if optimizer:
-            manager.set_adam_steps(stored.said["adam_steps"])
+            manager.set_adam_steps(
+                stored.said["adam_steps"],
+                lambda weight: all(f"{FIRST}/{name}" in stored for name in weight.names),
+            )
             stored.fill(self._optimizer_tensors())
             self.residency.changed()
         else:

@@ -1,4 +1,6 @@
-"""Weight holds a process's rows of one parameter, in the optimizer's and the forward pass's dtype."""
+"""Weight holds a process's rows of one parameter, in the optimizer's and the forward pass's dtype,
+or all of a buffer that belongs to the model's state.
+"""
 
 from dataclasses import dataclass
 
@@ -23,10 +25,16 @@ class Weight:
     partial: bool  # replicated, with partial gradients
     rows: Tensor  # float32, stepped by the optimizer; of a frozen one: `pushed` itself
     pushed: Tensor  # in the forward pass's dtype; float32: `rows` itself
+    whole: bool = False  # a buffer, of which every process holds all elements in its own dtype
 
     @property
     def learns(self) -> bool:
         return self.parameter.requires_grad
+
+    @property
+    def names(self) -> list[str]:
+        """Returns the names of the Hugging Face tensors in this process's rows."""
+        return [name for plan in self.plans for name in plan.logical.names]
 
     def shards(self) -> list[Shard]:
         """Returns this process's rows in the forward pass's dtype as shards: tensors with the

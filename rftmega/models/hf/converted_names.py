@@ -3,6 +3,7 @@ conversion mapping, for names that `transformers.named_as_in_a_folder` does not 
 """
 
 import re
+from pathlib import Path
 
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -15,13 +16,19 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
+from rftmega.models.hf.hf_folder import HFFolder
+
 EXPERT = re.compile(r"\.experts\.(\d+)\.")
 
 
 class ConvertedNames:
     """ConvertedNames maps the tensors of a folder to views of a model's parameters."""
 
-    def __init__(self, model: PreTrainedModel):
+    def __init__(self, model: PreTrainedModel, folder: str | Path):
+        """`folder`: the shapes of its tensors tell where tensors of several sizes lie in a
+        parameter.
+        """
+        self._folder = folder
         kept = model.state_dict().keys()
         # without duplicates: a tied LM head is the embedding
         named = [*model.named_parameters(), *model.named_buffers()]
@@ -38,9 +45,7 @@ class ConvertedNames:
         """Returns the view of a model parameter that corresponds to the folder's tensor `name` of
         shape `shape`; None if no parameter has such a view.
         """
-        target, pattern = rename_source_key(
-            name, self._renamings, self._converters, self._prefix, self._state
-        )
+        target, pattern = self._renamed(name)
         if (whole := self._state.get(target)) is None:
             return None
         place = whole if pattern is None else self._within(whole, name, pattern, shape)
@@ -59,10 +64,47 @@ class ConvertedNames:
                 place, merged = whole[int(expert[1])], 1
             elif isinstance(operation, Concatenate):
                 axis = operation.dim - merged
-                first = converter.source_patterns.index(pattern) * shape[axis]
+                first = self._begin(name, pattern, converter, place.shape[axis], shape, axis)
                 if first + shape[axis] > place.shape[axis]:
                     return None
                 place = place.narrow(axis, first, shape[axis])
             else:
                 return None
         return place
+
+    def _begin(
+        self,
+        name: str,
+        pattern: str,
+        converter: WeightConverter,
+        size: int,
+        shape: tuple[int, ...],
+        axis: int,
+    ) -> int:
+        """Returns where a tensor begins along `axis` of the parameter, of size `size`, that consists
+        of tensors of all source patterns of `converter`.
+        """
+        order = converter.source_patterns.index(pattern)
+        if size == len(converter.source_patterns) * shape[axis]:
+            return order * shape[axis]
+        target = self._target_of(name)
+        files = HFFolder(self._folder)
+        sizes = {
+            patterns: files.shape_of(other)[axis]
+            for other in files.names
+            if self._target_of(other) == target
+            and (patterns := self._pattern_of(other)) is not None
+        }
+        return sum(sizes.get(each, size) for each in converter.source_patterns[:order])
+
+    def _target_of(self, name: str) -> str:
+        return str(self._renamed(name)[0])
+
+    def _pattern_of(self, name: str) -> str | None:
+        return self._renamed(name)[1]
+
+    def _renamed(self, name: str) -> tuple[str, str | None]:
+        found: tuple[str, str | None] = rename_source_key(
+            name, self._renamings, self._converters, self._prefix, self._state
+        )
+        return found

@@ -43,10 +43,12 @@ def linear_stats(
     *,
     bias: Tensor | None = None,
     pair: tuple[Tensor, Tensor] | None = None,
+    cap: float | None = None,
     chunk: int = CHUNK,
 ) -> tuple[Tensor, Tensor]:
     """Returns (log-prob of each target, entropy), both [N] float32, of softmax((hidden @ weight.T +
-    bias) / temperature); differentiable.
+    bias) / temperature); differentiable. With `cap`, the logits x before the division become cap *
+    tanh(x / cap).
 
     `shard`: the range of the vocabulary in this rank's rows of `weight`. `bias` [V] is that of this
     rank's columns. `pair`: LoRA tensors (inner [N, r], up [V, r]); inner @ up.T is added to hidden
@@ -60,7 +62,7 @@ def linear_stats(
     inner, up = pair or (None, None)
     of_tokens = temperature.expand(len(hidden_NH))
     return _LinearStats.apply(
-        hidden_NH, weight_VH, bias, inner, up, targets_N, of_tokens, shard, chunk
+        hidden_NH, weight_VH, bias, inner, up, targets_N, of_tokens, shard, cap, chunk
     )
 
 
@@ -80,10 +82,11 @@ class _LinearStats(torch.autograd.Function):
         targets: Tensor,
         temperature: Tensor,
         shard: VocabularyShard,
+        cap: float | None,
         chunk: int,
     ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
-        logits = _Logits(hidden, weight, bias, inner, up)
+        logits = _Logits(hidden, weight, bias, inner, up, cap)
         largest, sums, last = _local_sums(logits, targets, temperature, shard, chunk)
         top = largest.clone()
         _reduce(top, shard.group, dist.ReduceOp.MAX)
@@ -104,13 +107,13 @@ class _LinearStats(torch.autograd.Function):
         logp = target - log_normaliser
         entropy = normaliser.log() - weighted / normaliser
         saved = targets, temperature, largest, log_normaliser, entropy, last
-        ctx.save_for_backward(*logits, *saved)
-        ctx.shard, ctx.chunk = shard, chunk
+        ctx.save_for_backward(*logits[:5], *saved)
+        ctx.shard, ctx.cap, ctx.chunk = shard, cap, chunk
         return logp, entropy
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        logits = _Logits(*ctx.saved_tensors[:5])
+        logits = _Logits(*ctx.saved_tensors[:5])._replace(cap=ctx.cap)
         targets, temperature, largest, log_normaliser, entropy, last = ctx.saved_tensors[5:]
         shard: VocabularyShard = ctx.shard
         grad_logp, grad_entropy = grads
@@ -129,11 +132,11 @@ class _LinearStats(torch.autograd.Function):
             normaliser = log_normaliser[part] if known is None else (log_normaliser - largest)[part]
             column, held = _columns(targets[part], shard)
             pulled = _Pulled(pull[part], None if spread is None else spread[part], entropy[part])
-            grad, of_targets = _fused(_gradient)(
-                given, known, temperature[part], normaliser, column, pulled, shard.real
+            grad, of_targets, slope = _fused(_gradient)(
+                given, known, temperature[part], normaliser, log_normaliser[part], column, pulled, shard.real
             )  # fmt: skip
             # a target's own term is added before rounding, because 1 - p may be small
-            of_targets = (of_targets + pull[part, None]).to(grad.dtype)
+            of_targets = ((of_targets + pull[part, None]) * slope).to(grad.dtype)
             grad.scatter_(-1, column, torch.where(held, of_targets, grad.gather(-1, column)))
             grad_hidden[part] = grad @ logits.weight
             if grad_inner is not None:
@@ -148,7 +151,7 @@ class _LinearStats(torch.autograd.Function):
         of_weight = None if grad_weight is None else grad_weight.to(logits.weight.dtype)
         of_bias = None if grad_bias is None else grad_bias.to(logits.bias.dtype)
         of_up = None if grad_up is None else grad_up.to(logits.up.dtype)
-        return grad_hidden, of_weight, of_bias, grad_inner, of_up, None, None, None, None
+        return grad_hidden, of_weight, of_bias, grad_inner, of_up, None, None, None, None, None
 
 
 class _Logits(NamedTuple):
@@ -159,6 +162,7 @@ class _Logits(NamedTuple):
     bias: Any = None  # [V], or None
     inner: Any = None  # [N, r], or None
     up: Any = None  # [V, r], or None
+    cap: float | None = None  # see `linear_stats`
 
     def of(self, part: slice) -> "_Logits":
         """Returns the same tensors restricted to the tokens in `part`."""
@@ -172,6 +176,8 @@ class _Logits(NamedTuple):
             made += self.bias
         if self.inner is not None:
             made += self.inner @ self.up.T
+        if self.cap is not None:
+            made.div_(self.cap).tanh_().mul_(self.cap)
         return made.div_(temperature[:, None])
 
 
@@ -242,25 +248,34 @@ def _gradient(
     known: Tensor | None,
     temperature: Tensor,
     normaliser: Tensor,
+    log_normaliser: Tensor,
     column: Tensor,
     pulled: _Pulled,
     real: int,
-) -> tuple[Tensor, Tensor]:
-    """Returns the gradient of the loss with respect to the logits [c, V], without the term of the
-    target's one-hot and 0 on padding columns (from column `real` on), and its value at `column`,
-    unrounded [c, 1].
+) -> tuple[Tensor, Tensor, Tensor | float]:
+    """Returns the gradient of the loss with respect to the linear layer's output [c, V], without the
+    term of the target's one-hot and 0 on padding columns (from column `real` on); the gradient with
+    respect to the logit at `column`, unrounded [c, 1]; and the slope of the soft cap there.
 
     `given` computes the chunk's logits. `known`: the logits, if they need not be recomputed; they
-    are modified. `normaliser` [c] is subtracted from the logits. `pulled`: gradients with respect
-    to the log-probs and entropies.
+    are modified. `normaliser` [c] is subtracted from the logits to get log-probs. `log_normaliser`
+    [c]: log-prob + log_normaliser is the capped logit by temperature. `pulled`: gradients with
+    respect to the log-probs and entropies.
     """
     if known is None:
         known = given.made(temperature)
     log_p = known.sub_(normaliser[:, None])
+    slope: Tensor | None = None
+    if given.cap is not None:  # of cap * tanh(x / cap): 1 - tanh(x / cap)^2
+        capped = (log_p + log_normaliser[:, None]) * (temperature[:, None] / given.cap)
+        slope = 1.0 - capped.square()
     of_targets = _pulled_by(log_p.gather(-1, column), pulled)
     grad = _pulled_by(log_p, pulled)
+    if slope is not None:
+        grad = grad.mul_(slope)
     grad[:, real:] = 0.0
-    return grad.to(given.hidden.dtype), of_targets
+    at_target = 1.0 if slope is None else slope.gather(-1, column)
+    return grad.to(given.hidden.dtype), of_targets, at_target
 
 
 def _pulled_by(log_p: Tensor, pulled: _Pulled) -> Tensor:

@@ -2,6 +2,7 @@
 generates one sequence and one token at a time.
 """
 
+import logging
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -35,6 +36,9 @@ from rftmega.rollout.requests import Request, Requests
 from rftmega.rollout.requests.distribution import log_probs_of
 from rftmega.weights.receivers.fp8 import rounded
 
+log = logging.getLogger(__name__)
+
+CHECKED = 8  # tokens with which a model's cache is compared
 # An architecture's checkpoint names of an expert's three matrices, if not gate_proj, up_proj,
 # down_proj; and of the MoE block.
 EXPERT_NAMES = {"mixtral": ("w1", "w3", "w2")}
@@ -121,6 +125,7 @@ class TransformersEngine(Engine):
         self.stop_ids, self.stop = stop_ids, config.stop
         self.quantised = config.quantization == "fp8"
         self.where = where
+        self.folder = folder
         self.tokenizer: Any = None
         if self.stop:
             self.tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
@@ -140,6 +145,8 @@ class TransformersEngine(Engine):
         # by each router of the model in turn, in the current forward pass
         self._chosen: list[Tensor] = []
         self._kind = torch.uint8
+        # whether a cache gives the logits of the whole sequence; None: not known yet
+        self._caches: bool | None = None
         if routed is not None:
             self._kind = expert_routes.kind_of(routed.experts)
             for module in self.model.modules():
@@ -230,14 +237,18 @@ class TransformersEngine(Engine):
         seen = 0
         routes: list[Tensor] = []
         limit = min(request.limit(self.longest), self.row_tokens - len(request.token_ids))
+        caches = self._has_right_cache() or bool(media)
         while len(ids) < limit and not self._has_stopped(ids):
             self._chosen.clear()
             if positions is not None:
                 media["position_ids"] = positions[:, :, seen : seen + feed.shape[1]]
-            out = self.model(feed, past_key_values=cache, use_cache=True, **media)
+            if caches:
+                out = self.model(feed, past_key_values=cache, use_cache=True, **media)
+                cache = out.past_key_values
+            else:
+                out = self.model(feed, use_cache=False)
             media = {}  # from now on it is in the cache
             seen += feed.shape[1]
-            cache = out.past_key_values
             if self._chosen:
                 routes.append(torch.stack(self._chosen, dim=1))
             logp = log_probs_of(out.logits[0, -1].float(), sampling)
@@ -248,18 +259,44 @@ class TransformersEngine(Engine):
             )
             ids.append(token)
             logprobs.append(float(logp[token]))
-            feed = torch.tensor([[token]], device=self.where)
+            next_token = torch.tensor([[token]], device=self.where)
+            feed = next_token if caches else torch.cat([feed, next_token], 1)
         assert self.version is not None
         reason: Literal["stop", "length"] = "stop" if self._has_stopped(ids) else "length"
         chosen = torch.cat(routes) if routes else None
         return Completion(ids, logprobs, reason, self.version, routes=chosen)
+
+    def _has_right_cache(self) -> bool:
+        """Returns whether the model's cached forward pass gives the logits of its pass over the whole
+        sequence, which isn't so for every architecture of transformers; compared once.
+        """
+        if self._caches is None:
+            ids = torch.arange(3, 3 + CHECKED, device=self.where)[None]
+            chosen = list(self._chosen)
+            whole = self.model(ids, use_cache=False).logits[0, -1]
+            try:
+                cache = None
+                for part in (ids[:, : CHECKED // 2], *ids[:, CHECKED // 2 :].split(1, 1)):
+                    out = self.model(part, past_key_values=cache, use_cache=True)
+                    cache = out.past_key_values
+                self._caches = bool(torch.allclose(out.logits[0, -1], whole, rtol=1e-3, atol=1e-3))
+            except Exception:  # it keeps no cache, or another one
+                self._caches = False
+            self._chosen[:] = chosen
+            if not self._caches:
+                log.warning(
+                    "%s: transformers' cache gives other logits than a pass over the whole sequence, which is computed for "
+                    "each token instead.",
+                    type(self.model).__name__,
+                )
+        return self._caches
 
     @torch.no_grad()
     def _load_weights(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Loads the policy's weights, by HF name, into the model. Raises WeightMismatch if a tensor
         is unknown, has another shape, comes twice or is missing.
         """
-        own, others = named_as_in_a_folder(self.model), ConvertedNames(self.model)
+        own, others = named_as_in_a_folder(self.model), ConvertedNames(self.model, self.folder)
         # number of elements still missing, by storage
         lacking = Counter[int]()
         for place in own.values():

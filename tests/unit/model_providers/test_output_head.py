@@ -12,9 +12,11 @@ from transformers import PreTrainedModel
 from rftmega.backends.decoder.describe import read_config
 from rftmega.backends.decoder.meta_decoder import on_meta
 from rftmega.core.errors import CheckpointError
-from rftmega.model_providers.output_head import names_of_head, output_head
+from rftmega.model_providers.output_head import decoder_of, names_of_head, output_head
+from tests.family_configs import tiny_config
 from tests.tiny_decoders import VOCABULARY, save_decoder
 
+CHANGED = "otherwise than by a factor and a soft cap"
 Change = Callable[[Tensor], Any]
 
 
@@ -81,21 +83,42 @@ def test_a_scale_before_the_head_is_told_from_one_behind_it(tmp_path: Path) -> N
     model.get_output_embeddings = lambda: linear  # type: ignore[method-assign]
     model.lm_head = Prepared(linear, lambda hidden: 3 * hidden)
     changed_logits(model, lambda logits: logits / 2)
-    assert output_head(model)[1:] == pytest.approx((3.0, 0.5))
+    assert output_head(model)[1:3] == pytest.approx((3.0, 0.5))
+    assert output_head(model).cap is None
+
+
+@pytest.mark.parametrize(("after", "cap"), [(1.0, 30.0), (0.25, 50.0), (3.0, 15.0)])
+def test_a_soft_cap_is_found_with_its_scale(after: float, cap: float, tmp_path: Path) -> None:
+    model = built(tmp_path)
+    changed_logits(model, lambda x: cap * torch.tanh(after * x / cap))
+    head = output_head(model)
+    assert (head.before, head.after, head.cap) == pytest.approx((1.0, after, cap))
+
+
+@pytest.mark.parametrize("family", ["opt", "bart", "llama4_text"])
+def test_the_head_of_a_model_that_calls_its_inner_decoder_is_found(
+    family: str, tmp_path: Path
+) -> None:
+    model = on_meta(tiny_config(family), "eager")
+    assert output_head(model).linear is model.get_output_embeddings()
+    decoder = decoder_of(model)
+    assert decoder is not model
+    assert all("forward" not in vars(module) for module in model.modules())
 
 
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda x: 30 * torch.tanh(x / 30), "bounds or changes them"),
-        (lambda x: x.clamp(-5000, 5000), "bounds or changes them"),
-        (lambda x: x + 0.01, "bounds or changes them"),
-        (lambda x: x + torch.arange(VOCABULARY), "bounds or changes them"),
-        (lambda x: 0 * x, "bounds or changes them"),
+        (lambda x: 30 * torch.tanh(x / 30) + 0.1, CHANGED),
+        (lambda x: 30 * torch.erf(x / 30), CHANGED),
+        (lambda x: x.clamp(-5000, 5000), CHANGED),
+        (lambda x: x + 0.01, CHANGED),
+        (lambda x: x + torch.arange(VOCABULARY), CHANGED),
+        (lambda x: 0 * x, CHANGED),
         (lambda x: x[..., :-3], f"gives {VOCABULARY - 3} of the {VOCABULARY} logits"),
         (lambda x: torch.cat([x, x[..., :3]], -1), f"gives {VOCABULARY + 3} of the"),
     ],
-    ids=["cap", "bound", "constant", "bias", "nothing", "slice", "more"],
+    ids=["moved cap", "another cap", "bound", "constant", "bias", "nothing", "slice", "more"],
 )
 def test_what_no_linear_head_computes_is_refused_by_name(
     change: Change, said: str, tmp_path: Path

@@ -1,0 +1,317 @@
+"""Runs every causal language model of transformers through a training run, stage by stage:
+`python -m tests.families [TYPE ...]`; writes runs/families.json.
+
+A stage's cell is a number (the largest difference from transformers, or from plain torch), and a
+row ends with the reason with which the model is refused before it is built, or with what failed.
+Models are tiny (tests/family_configs.py) and all their parameters random.
+"""
+
+import argparse
+import json
+import logging
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.family_configs import VOCABULARY, tiny_config
+from tests.ranks import RankFailure, run_ranks
+
+ROOT = Path(__file__).parents[1]
+LENGTHS, PROMPTS = (9, 2, 15, 30), (3, 1, 4, 7)
+LARGEST = (
+    3_000_000  # parameters; a larger model has a size that tests/family_configs.py doesn't know
+)
+NOISE = 0.05
+STAGES = ("log-probs", "gradient", "steps", "push", "export", "resume")
+BOUNDS = {
+    "log-probs": 1e-5,
+    "gradient": 1e-5,
+    "steps": 1e-5,
+    "push": 1e-4,
+    "export": 1e-5,
+    "resume": 0.0,
+}
+RATE, EPSILON, BETAS = 1e-3, 1e-4, (0.9, 0.95)
+
+
+class CannotBuildError(Exception):
+    """Raised if transformers itself builds or runs no tiny model of a type."""
+
+
+def causal_types() -> list[str]:
+    """All model types for which AutoModelForCausalLM has a class."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+
+
+def save_tiny_of(model_type: str, folder: Path) -> None:
+    """Writes a tiny random model as a Hugging Face folder.
+
+    Raises CannotBuildError if transformers doesn't compute logits with it.
+    """
+    from transformers import AutoModelForCausalLM
+
+    try:
+        config = tiny_config(model_type)
+        with torch.device("meta"):
+            size = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
+        if size > LARGEST:
+            raise ValueError(f"the tiny model has {size:,} parameters")
+        torch.manual_seed(5)
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=torch.float32, attn_implementation="eager"
+        )
+        with torch.no_grad():
+            kept = model.state_dict().keys()
+            buffers = [each for name, each in model.named_buffers() if name in kept]
+            for tensor in [*model.parameters(), *buffers]:
+                if tensor.is_floating_point():  # some classes leave memory as it was
+                    tensor.nan_to_num_(0.0, 0.0, 0.0).clamp_(-1.0, 1.0)
+                    tensor.add_(NOISE * torch.randn(tensor.shape))
+        logits = model.eval()(input_ids=torch.tensor([[5, 6, 7]]), use_cache=False).logits
+        if logits.shape[:2] != (1, 3) or not bool(logits.isfinite().all()):
+            raise ValueError(f"its logits are {tuple(logits.shape)}")
+        model.save_pretrained(folder)
+    except Exception as error:
+        raise CannotBuildError(f"{type(error).__name__}: {first_line(error)}") from error
+
+
+def rows_of_sweep() -> Any:
+    """Rows of several lengths, whose tokens are no special ones."""
+    from rftmega.core.types import Rows
+
+    torch.manual_seed(7)
+    tokens = torch.randint(3, VOCABULARY, (len(LENGTHS), max(LENGTHS)))
+    lengths = torch.tensor(LENGTHS)
+    tokens *= torch.arange(max(LENGTHS)) < lengths[:, None]
+    return Rows.of_completions(tokens, torch.tensor(PROMPTS), lengths)
+
+
+class Plain:
+    """Transformers' own model and torch's AdamW, one row at a time."""
+
+    def __init__(self, folder: Path):
+        from transformers import AutoModelForCausalLM
+
+        self.model = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, attn_implementation="eager"
+        ).eval()
+        self.adam = torch.optim.AdamW(
+            self.model.parameters(), lr=RATE, betas=BETAS, eps=EPSILON, weight_decay=0.0
+        )
+
+    def log_probs(self) -> Tensor:
+        """Of all tokens that rows_of_sweep trains on, row after row."""
+        found = []
+        rows = rows_of_sweep()
+        for ids, prompt, length in zip(rows.tokens, PROMPTS, LENGTHS, strict=True):
+            logits = self.model(input_ids=ids[None, : length - 1], use_cache=False).logits[0]
+            every = logits.float().log_softmax(-1)
+            found.append(every.gather(-1, ids[1:length, None])[prompt - 1 :, 0])
+        return torch.cat(found)
+
+    def gradient_norm(self) -> float:
+        """Computes the gradient of the mean -log p, and returns its norm."""
+        self.model.zero_grad()
+        (-self.log_probs()).mean().backward()
+        gradients = [p.grad.norm() for p in self.model.parameters() if p.grad is not None]
+        return float(torch.stack(gradients).norm())
+
+    def step(self) -> None:
+        self.gradient_norm()
+        self.adam.step()
+
+
+def config_of_sweep(folder: Path) -> Any:
+    from rftmega.config import (
+        DataConfig,
+        ModelConfig,
+        OptimizerConfig,
+        RolloutConfig,
+        RunConfig,
+        TrainerConfig,
+    )
+
+    adam = {"learning_rate": RATE, "epsilon": EPSILON, "beta1": BETAS[0], "beta2": BETAS[1]}
+    return RunConfig(
+        backend="fsdp",
+        model=ModelConfig(path=str(folder), dtype="float32"),
+        data=DataConfig(train=str(folder / "config.json")),
+        optimizer=OptimizerConfig(**adam, weight_decay=0.0, clip_grad=0.0),
+        rollout=RolloutConfig(engine="transformers", max_prompt_tokens=8, max_response_tokens=24),
+        trainer=TrainerConfig(steps=100, max_tokens_per_micro_batch=64, output=str(folder / "out")),
+    )
+
+
+def silence() -> None:
+    """Without the warnings and progress bars of transformers about tiny models."""
+    from transformers.utils import logging as of_transformers
+
+    warnings.filterwarnings("ignore")
+    logging.disable(logging.WARNING)
+    of_transformers.set_verbosity_error()
+    of_transformers.disable_progress_bar()
+
+
+def body(world: Any, folder: Path) -> list[tuple[str, float | str]]:
+    """(stage, largest difference) of each stage, then ("refused" or "failed", why) if one failed."""
+    found: list[tuple[str, float | str]] = []
+    stage = "build"
+    silence()
+    try:
+        for stage, value in stages(world, folder):
+            if stage.startswith("to "):
+                stage = stage.removeprefix("to ")
+                continue
+            found.append((stage, value))
+    except Exception as error:
+        kind = f"{type(error).__name__}: " if not _is_ours(error) else ""
+        outcome = "refused" if _is_ours(error) and stage == "build" else "failed"
+        found.append((outcome, f"{stage}: {kind}{first_line(error)}"))
+    return found
+
+
+def stages(world: Any, folder: Path) -> Iterator[tuple[str, float]]:
+    """Yields (stage, largest difference), and ("to " + stage, 0) before each."""
+    from rftmega.algorithms.supervised import cross_entropy_loss
+    from rftmega.checkpoints import retention
+    from rftmega.checkpoints.run_checkpoints import TrainingCheckpoints
+    from rftmega.core.types import Prompt, Sampling
+    from rftmega.run.placement.reinforcement import ReinforcementStrategy
+    from rftmega.run.preflight import preflight
+    from rftmega.run.train import built_backend
+    from rftmega.trainer.experience import complete, given
+
+    config = config_of_sweep(folder)
+    preflight(config, 1)
+    yield "to build", 0.0
+    strategy = ReinforcementStrategy(config, world, built_backend(config), stop_ids=[2])
+    yield "to log-probs", 0.0
+    policy, rows, plain = strategy.policy, rows_of_sweep(), Plain(folder)
+
+    def own() -> Tensor:
+        logp: Tensor = policy.log_probs(rows).logp[rows.mask]
+        return logp
+
+    yield "log-probs", difference(own(), plain.log_probs())
+    yield "to push", 0.0
+    strategy.weights.push(version=0)
+    prompts = [Prompt((5, 9, 11)), Prompt((7,))]
+    rollouts = complete(
+        strategy.engine.generate(prompts, seeds=[1, 2], sampling=Sampling(temperature=1.0))
+    )
+    yield "push", gap_of(policy, prompts, rollouts)
+    yield "to gradient", 0.0
+    norm = plain.gradient_norm()
+    metrics = policy.step(given(rows), cross_entropy_loss())
+    yield "gradient", abs(metrics["grad_norm"] - norm) / norm
+    yield "to steps", 0.0
+    plain.step()
+    policy.step(given(rows), cross_entropy_loss())
+    plain.step()
+    yield "steps", difference(own(), plain.log_probs())
+    yield "to export", 0.0
+    strategy.export(folder / "exported")
+    trained = own()
+    yield "export", difference(trained, Plain(folder / "exported").log_probs())
+    yield "to resume", 0.0
+    checkpoints = TrainingCheckpoints(folder / "kept", strategy.trained, config, keep=1)
+    checkpoints.save({}, step=2, tag="a", latest=True)
+    policy.step(given(rows), cross_entropy_loss())
+    after = own()
+    checkpoints.load(retention.find(folder / "kept", None), random=False)
+    again = own()
+    policy.step(given(rows), cross_entropy_loss())
+    yield "resume", max(difference(again, trained), difference(own(), after))
+    strategy.close()
+
+
+def gap_of(policy: Any, prompts: Any, rollouts: Any) -> float:
+    """The largest difference between the engine's and the trainer's log-probs of sampled tokens."""
+    from rftmega.trainer.experience import collect
+
+    samples = collect(
+        prompts,
+        rollouts,
+        lambda prompts, rollouts: [{"reward": 0.0} for _ in rollouts],
+        samples_per_prompt=1,
+    )
+    rows = samples.rows
+    logp = policy.log_probs(rows).logp
+    mask = rows.mask.flat.bool()
+    return difference(logp.flat[mask], samples.behaviour_logp.flat[mask])
+
+
+def difference(ours: Tensor, theirs: Tensor) -> float:
+    found = float((ours.detach() - theirs.detach()).abs().max())
+    return found if found == found else float("inf")
+
+
+def _is_ours(error: BaseException) -> bool:
+    from rftmega.core.errors import RFTMegaError
+
+    return isinstance(error, RFTMegaError)
+
+
+def first_line(error: BaseException) -> str:
+    return str(error).strip().replace("\n", " ")[:240]
+
+
+def row_of(model_type: str) -> dict[str, Any]:
+    """The row of a model type."""
+    begin = time.monotonic()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        try:
+            save_tiny_of(model_type, folder)
+            ((cells,)) = run_ranks(1, body, folder, timeout=240)
+        except CannotBuildError as error:
+            cells = [("not built", str(error))]
+        except RankFailure as error:
+            cells = [("failed", f"process: {first_line(error)}")]
+    row: dict[str, Any] = {"type": model_type, **dict(cells)}
+    return row | {"seconds": round(time.monotonic() - begin, 1)}
+
+
+def verdict(row: dict[str, Any]) -> str:
+    """ok, refused, not built, failed, or the first stage whose number is too large."""
+    for outcome in ("not built", "refused", "failed"):
+        if outcome in row:
+            return outcome
+    wrong = [stage for stage in STAGES if not row[stage] <= BOUNDS[stage]]
+    return f"wrong: {wrong[0]}" if wrong else "ok"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("types", nargs="*", help="model types; all without")
+    given = parser.parse_args()
+    silence()
+    target = ROOT / "runs/families.json"
+    target.parent.mkdir(exist_ok=True)
+    rows = []
+    for model_type in given.types or causal_types():
+        rows.append(row_of(model_type))
+        row = rows[-1]
+        numbers = " ".join(f"{stage} {row[stage]:.0e}" for stage in STAGES if stage in row)
+        why = next((row[name] for name in ("not built", "refused", "failed") if name in row), "")
+        print(f"{model_type:26} {verdict(row):18} {numbers} {why}", flush=True)
+        if not given.types:
+            target.write_text(json.dumps(rows, indent=1) + "\n")
+    bad = [row for row in rows if verdict(row).startswith(("wrong", "failed"))]
+    print(f"{len(rows)} types, {len(bad)} failed or wrong")
+    return int(bool(bad))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
