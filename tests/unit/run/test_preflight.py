@@ -18,6 +18,7 @@ from rftmega.runtime import device
 from rftmega.runtime.device import CPU, CUDA, hardware
 from rftmega.runtime.device.hardware import Hardware
 from tests.block_scales import quantise_folder
+from tests.families import save_tiny_of
 from tests.tiny_decoders import save_decoder
 from tests.tiny_models import save_tiny
 
@@ -61,8 +62,12 @@ def test_an_output_head_that_fsdp_has_no_log_probs_of_is_told_before_a_run(tmp_p
     config = config_of(tmp_path, "qwen3", P(), "scripted")
     config.backend = "fsdp"
     preflight(config, 1)
-    save_decoder(tmp_path, "gemma2")
-    with pytest.raises(ConfigError, match="Gemma2ForCausalLM can't be trained with backend=fsdp"):
+    save_decoder(tmp_path, "gemma2")  # a soft cap is computed
+    preflight(config, 1)
+    save_tiny_of("modernbert-decoder", tmp_path)
+    with pytest.raises(
+        ConfigError, match="ModernBertDecoderForCausalLM can't be trained with back"
+    ):
         preflight(config, 1)
 
 
