@@ -1,9 +1,12 @@
-"""Runs every causal language model of transformers through a training run, stage by stage:
-`python -m tests.families [TYPE ...]`; writes runs/families.json.
+"""Runs every language model of transformers, with or without images, through a training run on
+FSDP2, stage by stage: `python -m tests.families [TYPE ...]`; writes runs/families.json, and with
+`--docs` the table of the documentation (docs/results/architectures.json).
 
-A stage's cell is a number (the largest difference from transformers, or from plain torch), and a
-row ends with the reason with which the model is refused before it is built, or with what failed.
-Models are tiny (tests/family_configs.py) and all their parameters random.
+A stage's cell is a number (the largest difference from transformers, or from plain torch, in
+float64), and a row ends with the reason with which the model is refused before it is built, or with
+what failed. Models are tiny (tests/family_configs.py) and all their parameters random. Where
+transformers itself is further from float64 in float32 than a stage's bound, NOISY times its own
+difference is the bound.
 """
 
 import argparse
@@ -14,21 +17,27 @@ import tempfile
 import time
 import warnings
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from tests import vision_rows
 from tests.family_configs import VOCABULARY, tiny_config
 from tests.ranks import RankFailure, run_ranks
+from tests.tiny_vision import save_tiny_vision
 
 ROOT = Path(__file__).parents[1]
+TABLE = ROOT / "docs/results/architectures.json"
 LENGTHS, PROMPTS = (9, 2, 15, 30), (3, 1, 4, 7)
 LARGEST = (
     3_000_000  # parameters; a larger model has a size that tests/family_configs.py doesn't know
 )
 NOISE = 0.05
+PROMPTED = 2  # rows whose prompts an engine is given
+SEEING = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")  # types that are trained with images
 STAGES = ("log-probs", "gradient", "steps", "push", "export", "resume")
 BOUNDS = {
     "log-probs": 1e-5,
@@ -38,6 +47,7 @@ BOUNDS = {
     "export": 1e-5,
     "resume": 0.0,
 }
+NOISY = 3
 RATE, EPSILON, BETAS = 1e-3, 1e-4, (0.9, 0.95)
 
 
@@ -52,6 +62,13 @@ def causal_types() -> list[str]:
     return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 
+def types_with_media() -> list[str]:
+    """All other model types that write text, given images, videos or recordings."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
+
+    return sorted(set(MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES) - set(causal_types()))
+
+
 def save_tiny_of(model_type: str, folder: Path) -> None:
     """Writes a tiny random model as a Hugging Face folder.
 
@@ -59,6 +76,9 @@ def save_tiny_of(model_type: str, folder: Path) -> None:
     """
     from transformers import AutoModelForCausalLM
 
+    if model_type in SEEING:
+        save_tiny_vision(folder, model_type)
+        return
     try:
         config = tiny_config(model_type)
         with torch.device("meta"):
@@ -84,38 +104,80 @@ def save_tiny_of(model_type: str, folder: Path) -> None:
         raise CannotBuildError(f"{type(error).__name__}: {first_line(error)}") from error
 
 
-def rows_of_sweep() -> Any:
-    """Rows of several lengths, whose tokens are no special ones."""
+def refusal_of(model_type: str) -> str:
+    """Returns the reason with which rftmega refuses a model that has the class's own sizes."""
+    from rftmega.backends.decoder.describe import describe_any, read_config
+    from rftmega.core.errors import CheckpointError
+
+    with tempfile.TemporaryDirectory() as name:
+        (Path(name) / "config.json").write_text(json.dumps({"model_type": model_type}))
+        try:
+            describe_any(read_config(name))
+        except CheckpointError as error:
+            return first_line(error).replace(f"{name}: ", "")
+    return ""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Batch has rows of several lengths, and what transformers' model is given of each."""
+
+    rows: Any  # rftmega's Rows
+    inputs: list[dict[str, Tensor]]
+
+    @property
+    def prompts(self) -> list[Any]:
+        """Returns the prompts of the first rows, for an engine."""
+        from rftmega.core.types import Prompt
+
+        rows, media = self.rows, self.rows.images
+        lengths = rows.prompt_lengths.tolist()[:PROMPTED]
+        return [
+            Prompt(tuple(ids[:length]), images=media.rows[row] if media else ())
+            for row, (ids, length) in enumerate(zip(rows.tokens.tolist(), lengths, strict=False))
+        ]
+
+
+def batch_of(folder: Path) -> Batch:
+    """Returns the rows that a folder's model is compared on: of text, or with images if it sees."""
     from rftmega.core.types import Rows
 
+    if json.loads((folder / "config.json").read_text())["model_type"] in SEEING:
+        rows = vision_rows.rows_with_images(folder)
+        tokens, placed = vision_rows.vision_rows(folder)
+        return Batch(rows, list(map(vision_rows.inputs_of, tokens, placed)))
     torch.manual_seed(7)
-    tokens = torch.randint(3, VOCABULARY, (len(LENGTHS), max(LENGTHS)))
     lengths = torch.tensor(LENGTHS)
-    tokens *= torch.arange(max(LENGTHS)) < lengths[:, None]
-    return Rows.of_completions(tokens, torch.tensor(PROMPTS), lengths)
+    drawn = torch.randint(3, VOCABULARY, (len(LENGTHS), max(LENGTHS)))  # no special ones
+    drawn *= torch.arange(max(LENGTHS)) < lengths[:, None]
+    inputs = [{"input_ids": ids[None, :n]} for ids, n in zip(drawn, LENGTHS, strict=True)]
+    return Batch(Rows.of_completions(drawn, torch.tensor(PROMPTS), lengths), inputs)
 
 
 class Plain:
     """Transformers' own model and torch's AdamW, one row at a time."""
 
-    def __init__(self, folder: Path):
-        from transformers import AutoModelForCausalLM
-
-        self.model = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.float32, attn_implementation="eager"
-        ).eval()
+    def __init__(self, folder: Path, batch: Batch, dtype: torch.dtype = torch.float64):
+        self.model = (
+            model_class(folder)
+            .from_pretrained(
+                folder, dtype=dtype, attn_implementation="eager", experts_implementation="eager"
+            )
+            .eval()
+        )
+        self.batch = batch
         self.adam = torch.optim.AdamW(
             self.model.parameters(), lr=RATE, betas=BETAS, eps=EPSILON, weight_decay=0.0
         )
 
     def log_probs(self) -> Tensor:
-        """Of all tokens that rows_of_sweep trains on, row after row."""
+        """Of all tokens that the batch trains on, row after row."""
         found = []
-        rows = rows_of_sweep()
-        for ids, prompt, length in zip(rows.tokens, PROMPTS, LENGTHS, strict=True):
-            logits = self.model(input_ids=ids[None, : length - 1], use_cache=False).logits[0]
-            every = logits.float().log_softmax(-1)
-            found.append(every.gather(-1, ids[1:length, None])[prompt - 1 :, 0])
+        prompts = self.batch.rows.prompt_lengths.tolist()
+        for given, prompt in zip(self.batch.inputs, prompts, strict=True):
+            every = self.model(**given, use_cache=False).logits[0, :-1].log_softmax(-1)
+            targets = given["input_ids"][0, 1:, None]
+            found.append(every.gather(-1, targets)[prompt - 1 :, 0])
         return torch.cat(found)
 
     def gradient_norm(self) -> float:
@@ -128,6 +190,24 @@ class Plain:
     def step(self) -> None:
         self.gradient_norm()
         self.adam.step()
+
+
+def reference(folder: Path, batch: Batch) -> Plain:
+    """Transformers' model in float64; in float32 if its code has numbers of float32 in it."""
+    found = Plain(folder, batch)
+    try:
+        found.log_probs()
+    except RuntimeError:
+        return Plain(folder, batch, torch.float32)
+    return found
+
+
+def model_class(folder: Path) -> Any:
+    """Returns transformers' class that builds a folder's model."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    model_type = json.loads((folder / "config.json").read_text())["model_type"]
+    return AutoModelForImageTextToText if model_type in SEEING else AutoModelForCausalLM
 
 
 def config_of_sweep(folder: Path) -> Any:
@@ -146,8 +226,10 @@ def config_of_sweep(folder: Path) -> Any:
         model=ModelConfig(path=str(folder), dtype="float32"),
         data=DataConfig(train=str(folder / "config.json")),
         optimizer=OptimizerConfig(**adam, weight_decay=0.0, clip_grad=0.0),
-        rollout=RolloutConfig(engine="transformers", max_prompt_tokens=8, max_response_tokens=24),
-        trainer=TrainerConfig(steps=100, max_tokens_per_micro_batch=64, output=str(folder / "out")),
+        rollout=RolloutConfig(engine="transformers", max_prompt_tokens=40, max_response_tokens=24),
+        trainer=TrainerConfig(
+            steps=100, max_tokens_per_micro_batch=128, output=str(folder / "out")
+        ),
     )
 
 
@@ -184,7 +266,7 @@ def stages(world: Any, folder: Path) -> Iterator[tuple[str, float]]:
     from rftmega.algorithms.supervised import cross_entropy_loss
     from rftmega.checkpoints import retention
     from rftmega.checkpoints.run_checkpoints import TrainingCheckpoints
-    from rftmega.core.types import Prompt, Sampling
+    from rftmega.core.types import Sampling
     from rftmega.run.placement.reinforcement import ReinforcementStrategy
     from rftmega.run.preflight import preflight
     from rftmega.run.train import built_backend
@@ -195,33 +277,37 @@ def stages(world: Any, folder: Path) -> Iterator[tuple[str, float]]:
     yield "to build", 0.0
     strategy = ReinforcementStrategy(config, world, built_backend(config), stop_ids=[2])
     yield "to log-probs", 0.0
-    policy, rows, plain = strategy.policy, rows_of_sweep(), Plain(folder)
+    batch = batch_of(folder)
+    policy, rows, plain = strategy.policy, batch.rows, reference(folder, batch)
+    noisy = Plain(folder, batch, torch.float32)
 
     def own() -> Tensor:
         logp: Tensor = policy.log_probs(rows).logp[rows.mask]
         return logp
 
     yield "log-probs", difference(own(), plain.log_probs())
+    yield "log-probs of float32", difference(noisy.log_probs(), plain.log_probs())
     yield "to push", 0.0
     strategy.weights.push(version=0)
-    prompts = [Prompt((5, 9, 11)), Prompt((7,))]
     rollouts = complete(
-        strategy.engine.generate(prompts, seeds=[1, 2], sampling=Sampling(temperature=1.0))
+        strategy.engine.generate(batch.prompts, seeds=[1, 2], sampling=Sampling(temperature=1.0))
     )
-    yield "push", gap_of(policy, prompts, rollouts)
+    yield "push", gap_of(policy, batch.prompts, rollouts)
     yield "to gradient", 0.0
     norm = plain.gradient_norm()
     metrics = policy.step(given(rows), cross_entropy_loss())
     yield "gradient", abs(metrics["grad_norm"] - norm) / norm
+    yield "gradient of float32", abs(noisy.gradient_norm() - norm) / norm
     yield "to steps", 0.0
-    plain.step()
     policy.step(given(rows), cross_entropy_loss())
-    plain.step()
+    for each in (plain, plain, noisy, noisy):
+        each.step()
     yield "steps", difference(own(), plain.log_probs())
+    yield "steps of float32", difference(noisy.log_probs(), plain.log_probs())
     yield "to export", 0.0
     strategy.export(folder / "exported")
     trained = own()
-    yield "export", difference(trained, Plain(folder / "exported").log_probs())
+    yield "export", difference(trained, reference(folder / "exported", batch).log_probs())
     yield "to resume", 0.0
     checkpoints = TrainingCheckpoints(folder / "kept", strategy.trained, config, keep=1)
     checkpoints.save({}, step=2, tag="a", latest=True)
@@ -251,7 +337,7 @@ def gap_of(policy: Any, prompts: Any, rollouts: Any) -> float:
 
 
 def difference(ours: Tensor, theirs: Tensor) -> float:
-    found = float((ours.detach() - theirs.detach()).abs().max())
+    found = float((ours.detach().double() - theirs.detach().double()).abs().max())
     return found if found == found else float("inf")
 
 
@@ -262,23 +348,33 @@ def _is_ours(error: BaseException) -> bool:
 
 
 def first_line(error: BaseException) -> str:
-    return str(error).strip().replace("\n", " ")[:240]
+    return " ".join(str(error).split())[:400]
 
 
 def row_of(model_type: str) -> dict[str, Any]:
     """The row of a model type."""
     begin = time.monotonic()
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        try:
-            save_tiny_of(model_type, folder)
-            ((cells,)) = run_ranks(1, body, folder, timeout=240)
-        except CannotBuildError as error:
-            cells = [("not built", str(error))]
-        except RankFailure as error:
-            cells = [("failed", f"process: {first_line(error)}")]
+    cells: list[tuple[str, float | str]]
+    if why := refusal_of(model_type):
+        cells = [("refused", why)]
+    else:
+        with tempfile.TemporaryDirectory() as name:
+            folder = Path(name)
+            try:
+                save_tiny_of(model_type, folder)
+                ((cells,)) = run_ranks(1, body, folder, timeout=240)
+            except CannotBuildError as error:
+                cells = [("not built", str(error))]
+            except RankFailure as error:
+                cells = [("failed", f"process: {first_line(error)}")]
+            cells = [(stage, without(folder, value)) for stage, value in cells]
     row: dict[str, Any] = {"type": model_type, **dict(cells)}
     return row | {"seconds": round(time.monotonic() - begin, 1)}
+
+
+def without(folder: Path, value: float | str) -> float | str:
+    """Returns a cell whose text doesn't name the temporary folder."""
+    return value if isinstance(value, float) else value.replace(f"{folder}", "FOLDER")
 
 
 def verdict(row: dict[str, Any]) -> str:
@@ -286,8 +382,28 @@ def verdict(row: dict[str, Any]) -> str:
     for outcome in ("not built", "refused", "failed"):
         if outcome in row:
             return outcome
-    wrong = [stage for stage in STAGES if not row[stage] <= BOUNDS[stage]]
+    wrong = [stage for stage in STAGES if not row[stage] <= bound_of(row, stage)]
     return f"wrong: {wrong[0]}" if wrong else "ok"
+
+
+def bound_of(row: dict[str, Any], stage: str) -> float:
+    """The largest difference that a stage may have."""
+    return max(BOUNDS[stage], NOISY * float(row.get(f"{stage} of float32", 0.0)))
+
+
+def write_table(rows: list[dict[str, Any]]) -> None:
+    """Writes the rows for the documentation (website/architectures.py)."""
+    content = {
+        "command": "python -m tests.families --docs",
+        "machine": "CPU",
+        "date": time.strftime("%Y-%m-%d"),
+        "rows": [
+            {name: cell for name, cell in row.items() if name != "seconds"}
+            | {"verdict": verdict(row)}
+            for row in rows
+        ],
+    }
+    TABLE.write_text(json.dumps(content, indent=1) + "\n")
 
 
 def main() -> int:
@@ -295,12 +411,13 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("types", nargs="*", help="model types; all without")
+    parser.add_argument("--docs", action="store_true", help=f"write {TABLE.relative_to(ROOT)}, too")
     given = parser.parse_args()
     silence()
     target = ROOT / "runs/families.json"
     target.parent.mkdir(exist_ok=True)
     rows = []
-    for model_type in given.types or causal_types():
+    for model_type in given.types or causal_types() + types_with_media():
         rows.append(row_of(model_type))
         row = rows[-1]
         numbers = " ".join(f"{stage} {row[stage]:.0e}" for stage in STAGES if stage in row)
@@ -308,6 +425,8 @@ def main() -> int:
         print(f"{model_type:26} {verdict(row):18} {numbers} {why}", flush=True)
         if not given.types:
             target.write_text(json.dumps(rows, indent=1) + "\n")
+    if given.docs:
+        write_table(rows)
     bad = [row for row in rows if verdict(row).startswith(("wrong", "failed"))]
     print(f"{len(rows)} types, {len(bad)} failed or wrong")
     return int(bool(bad))

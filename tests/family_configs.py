@@ -17,7 +17,7 @@ HEADS, KEY_VALUE_HEADS, HEAD = 4, 2, 8
 HIDDEN = HEADS * HEAD
 SIZES: tuple[tuple[str, int], ...] = (  # pattern of a whole name -> value; the first one counts
     (r"vocab_size|n_words|.*_vocab_size|vocab_size_.*", VOCABULARY),
-    (r"hidden_size|d_model|n_embd|dim|emb_dim|embed_dim|embedding_size|word_embed_proj_dim", HIDDEN),
+    (r"hidden_size|hidden_size_global|d_model|n_embd|dim|emb_dim|embed_dim|embedding_size|word_embed_proj_dim", HIDDEN),
     (r"num_hidden_layers|n_layers?|num_layers|num_decoder_layers|decoder_layers|encoder_layers", LAYERS),
     (r"num_attention_heads|n_heads?|num_heads|.*coder_attention_heads|attention_heads", HEADS),
     (r"num_key_value_heads|n_head_kv|num_kv_heads|num_attention_groups", KEY_VALUE_HEADS),
@@ -45,6 +45,7 @@ SIZES: tuple[tuple[str, int], ...] = (  # pattern of a whole name -> value; the 
     (r"linear_key_head_dim|linear_value_head_dim", HEAD),
     (r"index_n_heads|index_head_dim", HEAD),
     (r"index_topk", 8),
+    (r"nemo_conv_channels|ext_pw_out_channel|depthwise_separable_out_channel", HIDDEN),
 )  # fmt: skip
 DERIVED = (  # fields that a config computes from others; a value made for the defaults is wrong
     *("attention_layers", "full_attn_idxs", "qk_head_dim", "hybrid_layer_ids", "per_layer_config"),
@@ -52,6 +53,14 @@ DERIVED = (  # fields that a config computes from others; a value made for the d
 )
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 OWN: dict[str, dict[str, Any]] = {
+    "blt": {"encoder_hash_byte_group_vocab": 50},
+    "dbrx": {
+        "attn_config": {"kv_n_heads": KEY_VALUE_HEADS, "rope_theta": 10000.0, "clip_qkv": 0.1},
+        "ffn_config": {
+            **{"hidden_size": HIDDEN, "ffn_hidden_size": 48, "moe_num_experts": 4, "moe_top_k": 2},
+        },
+    },
+    "xmod": {"default_language": "en_XX"},
     "bamba": {"attn_layer_indices": [1, 3]},
     "deepseek_v2": {"num_experts_per_tok": 2},
     "emu3": {"text_config": {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}},
@@ -61,7 +70,9 @@ OWN: dict[str, dict[str, Any]] = {
     "ctrl": {"dff": 48},
     "cpmant": {"dim_ff": 48, "position_bias_num_buckets": 8, "position_bias_max_distance": 16},
     "deepseek_v4": {"o_lora_rank": HEAD},
-    "cohere_compass_text": {"rope_parameters": {"full_attention": ROPE}},
+    "cohere_compass_text": {
+        "rope_parameters": {"full_attention": ROPE | {"mrope_section": [1, 1, 2]}}
+    },
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
     "gemma3n_text": {"num_kv_shared_layers": 0, "hidden_size_per_layer_input": HEAD},
     "gpt_neo": {"attention_types": [[["global", "local"], LAYERS // 2]]},

@@ -7,6 +7,7 @@ from typing import Any
 from mkdocs.structure.files import File, Files
 
 from website import formulas
+from website.architectures import PAGE, architectures_page
 from website.links import GENERATED, PAGES, of_the_site
 from website.lists import for_python_markdown
 from website.options_page import options_page
@@ -29,6 +30,7 @@ def on_files(files: Files, config: Any) -> Files:
     for page, source in SOURCES.items():
         files.append(File.generated(config, page, content=(ROOT / source).read_text()))
     files.append(File.generated(config, "options.md", content=options_page()))
+    files.append(File.generated(config, PAGE, content=architectures_page()))
     for system in SYSTEMS:
         name = f"{system.lower()}_names.md"
         files.append(File.generated(config, name, content=names_page(system)))

@@ -18,7 +18,12 @@ PAGES = {  # files outside docs/ that are pages, too
     "examples/dapo_math/README.md": "dapo_math.md",
     "examples/moe_30b/README.md": "moe_30b.md",
 }
-GENERATED = ("docs/options.md", "docs/lightrft_names.md", "docs/rlinf_names.md")
+GENERATED = (
+    "docs/options.md",
+    "docs/fsdp_architectures.md",
+    "docs/lightrft_names.md",
+    "docs/rlinf_names.md",
+)
 FENCED = re.compile(r"^( *)(`{3,}).*?^\1\2 *$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"(?P<code>`[^`]*`)|(!?)\[((?:`[^`]*`|[^\[\]`])*)\]\(([^)\s]+)\)")
 

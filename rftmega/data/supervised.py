@@ -106,27 +106,8 @@ def rows_of(examples: Sequence[Example]) -> Rows:
     return replace(rows, images=RowImages.of(example.images for example in examples))
 
 
-def _parse(encoder: Encoder, reader: MediaReader, record: Record, index: int) -> list[Example]:
-    config, encoder = encoder.config, encoder.for_record(record)
-    prompt, record = media_moved(encoder.given_prompt(record), record, config)
-    prompts = Prompts(encoder, reader, reader.sources(record))
-    key = config.response_key
-    if by_assistant(prompt):
-        if value_at(record, key) is not None:
-            raise DataError(
-                f'"{config.prompt_key}" ends with an answer and "{key}" is another. Leave one out.'
-            )
-        prompt, completion, key = prompt[:-1], prompt[-1], config.prompt_key
-        refuse_two_completions(prompt, config)
-    else:
-        completion = required(record, key, "data.response_key")
-    if config.trained_turns == "all" and isinstance(prompt, list):
-        return _turns(prompts, prompt, completion, key)
-    return [prompts.example(prompt, completion, key)]
-
-
-class Prompts(NamedTuple):
-    """Prompts encodes the prompt and the responses of one record, whose media are `sources`."""
+class RecordEncoder(NamedTuple):
+    """RecordEncoder encodes the prompt and the responses of one record, whose media are `sources`."""
 
     encoder: Encoder
     reader: MediaReader
@@ -145,7 +126,26 @@ class Prompts(NamedTuple):
         return Example(ids, encoder.completion(prompt, completion, key), images=images)
 
 
-def _turns(prompts: Prompts, prompt: Messages, completion: Any, key: str) -> list[Example]:
+def _parse(encoder: Encoder, reader: MediaReader, record: Record, index: int) -> list[Example]:
+    config, encoder = encoder.config, encoder.for_record(record)
+    prompt, record = media_moved(encoder.given_prompt(record), record, config)
+    of_record = RecordEncoder(encoder, reader, reader.sources(record))
+    key = config.response_key
+    if by_assistant(prompt):
+        if value_at(record, key) is not None:
+            raise DataError(
+                f'"{config.prompt_key}" ends with an answer and "{key}" is another. Leave one out.'
+            )
+        prompt, completion, key = prompt[:-1], prompt[-1], config.prompt_key
+        refuse_two_completions(prompt, config)
+    else:
+        completion = required(record, key, "data.response_key")
+    if config.trained_turns == "all" and isinstance(prompt, list):
+        return _turns(of_record, prompt, completion, key)
+    return [of_record.example(prompt, completion, key)]
+
+
+def _turns(of_record: RecordEncoder, prompt: Messages, completion: Any, key: str) -> list[Example]:
     """Returns all assistant turns of a conversation, `prompt` followed by the response
     `completion`, as examples. Turns share one Example as long as the chat template only appends
     text; a turn before which the template rewrites text (drops reasoning) begins a new Example.
@@ -156,9 +156,9 @@ def _turns(prompts: Prompts, prompt: Messages, completion: Any, key: str) -> lis
     ]
     for place in [*asked, len(prompt)]:
         before, last = prompt[:place], place == len(prompt)
-        refuse_two_completions(before, prompts.encoder.config)
+        refuse_two_completions(before, of_record.encoder.config)
         said = completion if last else prompt[place]
-        turn = prompts.example(before, said, key, first=not last)
+        turn = of_record.example(before, said, key, first=not last)
         joined = _joined(rows[-1], turn) if rows else None
         rows[-1:] = [joined] if joined else [*rows[-1:], turn]
     return rows

@@ -9,6 +9,7 @@ from typing import Any
 from torch.utils.tensorboard import SummaryWriter
 
 from rftmega.lightrft.strategy import StrategyBase
+from rftmega.monitoring.observers.publish import QUIET
 
 
 class MetricWriters:
@@ -57,8 +58,5 @@ class MetricWriters:
             project=getattr(self.args, "wandb_project", None) or "rftmega",
             dir=getattr(self.args, "ckpt_path", None),
             **{name: getattr(self.args, argument, None) for name, argument in names.items()},
-            # Its metadata contains the command line, which may include secrets.
-            settings=wandb.Settings(
-                console="off", disable_git=True, disable_code=True, x_disable_meta=True, silent=True
-            ),
+            settings=wandb.Settings(**QUIET),
         )

@@ -23,10 +23,9 @@ UNBOUNDED = 2**31
 # types that transformers builds and backend=fsdp can't train -> why
 UNSUPPORTED = {
     "minimax": "transformers 5.19 gives its first tokens other logits in a longer sequence",
-    "gemma4_text": "its optimizer steps are not transformers' yet (python -m tests.families gemma4_text)",
-    "gemma3n_text": "its embeddings per layer are not gathered by this backend yet",
-    "bert-generation": "its LM head is not sharded by this backend yet",
 }
+TOWERS = ("vision_config", "audio_config")
+SIZES = ("num_hidden_layers", "hidden_size", "vocab_size")
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 
@@ -51,10 +50,11 @@ def read_config(path: str | Path) -> Any:
     """Returns transformers' config of a model folder.
 
     Raises CheckpointError if backend=fsdp can't train the model, because its type is unknown to
-    transformers, or because it has an unsupported vision or audio encoder, quantised weights or
-    bidirectional attention.
+    transformers or no causal language model, or because it has an unsupported vision or audio
+    encoder, quantised weights or bidirectional attention.
     """
     from transformers import AutoConfig
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     if unknown := unknown_to_transformers(path):
         raise CheckpointError(
@@ -62,15 +62,21 @@ def read_config(path: str | Path) -> Any:
         )
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
-    except (ValueError, KeyError, OSError, TypeError) as error:
+    except Exception as error:  # of each class's own code, given a user's file
         raise CheckpointError(
             f"{path}: transformers can't read this config.json: {error}"
         ) from error
-    if config.get_text_config() is not config and config.model_type not in SEEING:
+    others = config.get_text_config() is not config or any(hasattr(config, name) for name in TOWERS)
+    if others and config.model_type not in SEEING:
         raise CheckpointError(
             f"{path}: model_type={config.model_type} has more than a decoder of text, and backend=fsdp trains such models of "
             f"these types only: {', '.join(SEEING)}. Take backend=megatron if docs/supported_architectures.md "
             "lists it, or the folder of its decoder alone."
+        )
+    if config.model_type not in (*SEEING, *MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
+        raise CheckpointError(
+            f"{path}: transformers has no language model of model_type={config.model_type} that continues a text alone (a class "
+            f"of AutoModelForCausalLM). Take the folder of such a model.{_other(path)}"
         )
     if why := UNSUPPORTED.get(config.model_type):
         raise CheckpointError(
@@ -80,11 +86,12 @@ def read_config(path: str | Path) -> Any:
         raise CheckpointError(
             f"{path}: quantization_config: quantised weights can't be trained. Convert the folder to bfloat16 first."
         )
-    if getattr(config, "use_bidirectional_attention", False):
-        raise CheckpointError(
-            f"{path}: use_bidirectional_attention=true: tokens see later ones, so none can be predicted from what came before. "
-            "Take a causal decoder."
-        )
+    for field, causal in (("use_bidirectional_attention", False), ("causal", True)):
+        if getattr(config, field, causal) not in (causal, None):
+            raise CheckpointError(
+                f"{path}: {field}={str(not causal).lower()}: tokens see later ones, so none can be predicted from what came "
+                "before. Take a causal decoder."
+            )
     return config
 
 
@@ -150,9 +157,14 @@ def tower_of(path: str | Path, config: Any) -> VisionTower | None:
 
 def describe_any(config: Any, tower: VisionTower | None = None) -> TransformersModel:
     """Describes a decoder from transformers' config, with the description of its vision encoder
-    (`tower`); the parameters are not counted yet.
+    (`tower`); the parameters are not counted yet. Raises CheckpointError if a size is missing.
     """
     text = config.get_text_config()
+    if missing := [name for name in SIZES if _said(text, name) is None]:
+        raise CheckpointError(
+            f"model_type={config.model_type}: transformers' config has no {' and no '.join(missing)}, so backend=fsdp can't "
+            "build the model."
+        )
     heads = _said(text, "num_attention_heads") or 1  # of a model without attention
     width = _said(text, "head_dim") or text.hidden_size // heads
     windows = getattr(text, "layer_types", None) or ()

@@ -22,7 +22,6 @@ from transformers.core_model_loading import (
     WeightConverter,
     WeightRenaming,
     dot_natural_key,
-    rename_source_key,
 )
 
 from rftmega.backends.decoder.tensor_plan import Split
@@ -39,6 +38,7 @@ from rftmega.core.shards import (
     whole,
     within,
 )
+from rftmega.models.hf.converted_names import converted_name
 from rftmega.models.hf.hf_folder import HFFolder
 
 LAYER = re.compile(r"\.layers\.(\d+)\.")
@@ -107,7 +107,7 @@ def places_of(
     members: Counter[tuple[str, str]] = Counter()
     strangers = []
     for name in sorted(files.names, key=dot_natural_key):
-        target, pattern = rename_source_key(name, renamings, converters, prefix, known)
+        target, pattern = converted_name(name, renamings, converters, prefix, known)
         if target not in wanted:
             strangers.append(name)
             continue

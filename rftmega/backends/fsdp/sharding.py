@@ -74,24 +74,51 @@ def materialise(network: nn.Module, model: PreTrainedModel, where: torch.device)
     """
     network._apply(lambda x: torch.empty_like(x, device=where) if x.is_meta else x.to(where))
     model.tie_weights()
-    for module in model.modules():
-        buffers = {name: module._buffers[name] for name in module._non_persistent_buffers_set}
-        floats = [x for x in buffers.values() if x is not None and x.is_floating_point()]
-        for buffer in floats:
-            buffer.fill_(torch.nan)
-        if buffers:
-            with _without_parameters(module):  # which are shards, and loaded later
-                model._init_weights(module)
-        if any(bool(buffer.isnan().any()) for buffer in floats):
-            raise CheckpointError(
-                f"{type(module).__name__} of {type(model).__name__} has buffers {sorted(buffers)} that no checkpoint has and "
-                "that transformers does not make anew. Take backend=megatron, or another model."
-            )
+    sharded = {name: isinstance(each, DTensor) for name, each in network.named_parameters()}
+    anew = [name for name, is_sharded in sharded.items() if not is_sharded]
+    if any(sharded.values()) and anew:
+        raise CheckpointError(
+            f"transformers ties {anew[0]} of {type(model).__name__} to a tensor of its own, which backend=fsdp can't shard. Take "
+            "backend=megatron, or another model."
+        )
+    _recompute_buffers(model)
     for group in sharded_modules(network):
         # allocates each parameter's final memory, padded to equal shards, before anybody refers to
         # it
         group.unshard()
         group.reshard()
+
+
+def _recompute_buffers(model: PreTrainedModel) -> None:
+    """Lets transformers recompute all buffers that checkpoints don't contain."""
+    owners = [each for each in model.modules() if isinstance(each, PreTrainedModel)]
+    # the innermost model of each module, whose class initialises it
+    owner_of = {module: owner for owner in owners for module in owner.modules()}
+    floats: dict[nn.Module, list[Tensor]] = {}
+    for module in model.modules():
+        buffers = [module._buffers[name] for name in module._non_persistent_buffers_set]
+        floats[module] = [x for x in buffers if x is not None and x.is_floating_point()]
+        for buffer in floats[module]:
+            buffer.fill_(torch.nan)
+        if buffers:
+            _initialise(module, owner_of[module])
+
+    def unknown() -> list[nn.Module]:
+        return [module for module, held in floats.items() if any(x.isnan().any() for x in held)]
+
+    for owner in owners if unknown() else []:  # some models write buffers of their layers
+        _initialise(owner, owner)
+    for module in unknown():
+        raise CheckpointError(
+            f"{type(module).__name__} of {type(model).__name__} has buffers {sorted(module._non_persistent_buffers_set)} that no "
+            "checkpoint has and that transformers does not make anew. Take backend=megatron, or another model."
+        )
+
+
+def _initialise(module: nn.Module, owner: PreTrainedModel) -> None:
+    """Lets the class of `owner` initialise a module's buffers."""
+    with _without_parameters(module):  # which are shards, and loaded later
+        owner._init_weights(module)
 
 
 @contextmanager

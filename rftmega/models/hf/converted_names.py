@@ -4,6 +4,7 @@ conversion mapping, for names that `transformers.named_as_in_a_folder` does not 
 
 import re
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -19,6 +20,24 @@ from transformers.core_model_loading import (
 from rftmega.models.hf.hf_folder import HFFolder
 
 EXPERT = re.compile(r"\.experts\.(\d+)\.")
+
+
+def converted_name(
+    name: str,
+    renamings: list[WeightRenaming],
+    converters: list[WeightConverter],
+    prefix: str,
+    known: dict[str, Any],
+) -> tuple[str, str | None]:
+    """Returns the parameter that a folder's tensor is (part of), and the pattern of the converter
+    that changes the tensor; `known`: the model's own names.
+
+    A name that only fits as it is stays so, as when transformers loads the folder.
+    """
+    found: tuple[str, str | None] = rename_source_key(name, renamings, converters, prefix, known)
+    if found[0] not in known and name in known:
+        found = rename_source_key(name, [], [], prefix, known)
+    return found
 
 
 class ConvertedNames:
@@ -104,7 +123,4 @@ class ConvertedNames:
         return self._renamed(name)[1]
 
     def _renamed(self, name: str) -> tuple[str, str | None]:
-        found: tuple[str, str | None] = rename_source_key(
-            name, self._renamings, self._converters, self._prefix, self._state
-        )
-        return found
+        return converted_name(name, self._renamings, self._converters, self._prefix, self._state)

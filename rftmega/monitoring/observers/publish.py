@@ -26,6 +26,13 @@ PARAMETERS = 100  # most that MLflow accepts at once
 LONGEST_PARAMETER = 6000
 
 
+# wandb's settings; its metadata contains the command line, which may include secrets
+QUIET: dict[str, Any] = {
+    **{"console": "off", "silent": True},
+    **{"disable_git": True, "disable_code": True, "x_disable_meta": True},
+}
+
+
 class WandB(Observer):
     """WandB is a callback that logs metrics and config to Weights & Biases, configured by wandb's
     own environment variables (WANDB_MODE=offline writes into a folder). A resumed run continues
@@ -47,10 +54,7 @@ class WandB(Observer):
             name=output.name,
             dir=output,
             config=without_secrets(self.config),
-            # Its metadata contains the command line, which may include secrets.
-            settings=wandb.Settings(
-                console="off", disable_git=True, disable_code=True, x_disable_meta=True, silent=True
-            ),
+            settings=wandb.Settings(**QUIET),
         )
         self.on_step(trainer, metrics)
 

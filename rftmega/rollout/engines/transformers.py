@@ -250,7 +250,8 @@ class TransformersEngine(Engine):
             media = {}  # from now on it is in the cache
             seen += feed.shape[1]
             if self._chosen:
-                routes.append(torch.stack(self._chosen, dim=1))
+                before = routes if caches else []  # without a cache a pass is over all tokens
+                routes = [*before, torch.stack(self._chosen, dim=1)]
             logp = log_probs_of(out.logits[0, -1].float(), sampling)
             token = (
                 int(torch.multinomial(logp.exp(), 1, generator=rng))
@@ -272,22 +273,21 @@ class TransformersEngine(Engine):
         """
         if self._caches is None:
             ids = torch.arange(3, 3 + CHECKED, device=self.where)[None]
-            chosen = list(self._chosen)
             whole = self.model(ids, use_cache=False).logits[0, -1]
+            said = "gives other logits than a pass over the whole sequence"
             try:
                 cache = None
                 for part in (ids[:, : CHECKED // 2], *ids[:, CHECKED // 2 :].split(1, 1)):
                     out = self.model(part, past_key_values=cache, use_cache=True)
                     cache = out.past_key_values
-                self._caches = bool(torch.allclose(out.logits[0, -1], whole, rtol=1e-3, atol=1e-3))
-            except Exception:  # it keeps no cache, or another one
-                self._caches = False
-            self._chosen[:] = chosen
+                self._caches = bool(torch.allclose(out.logits[0, -1], whole, rtol=1e-4, atol=1e-4))
+            except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+                self._caches, said = False, f"fails ({error})"
             if not self._caches:
                 log.warning(
-                    "%s: transformers' cache gives other logits than a pass over the whole sequence, which is computed for "
-                    "each token instead.",
+                    "%s: transformers' cache %s. All tokens are computed for each new one instead.",
                     type(self.model).__name__,
+                    said,
                 )
         return self._caches
 

@@ -5,9 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from rftmega.backends.decoder import meta_decoder
 from rftmega.backends.decoder.describe import (
+    SEEING,
     beyond_its_positions,
     describe_any,
     read_config,
@@ -68,6 +71,10 @@ def test_angles_that_stay_are_no_reason(tmp_path: Path) -> None:
         ({"quantization_config": {"quant_method": "fp8"}}, "quantised weights can't be trained"),
         ({"use_bidirectional_attention": True}, "tokens see later ones"),
         ({"model_type": "llava"}, "more than a decoder of text"),
+        ({"model_type": "phi4_multimodal"}, "more than a decoder of text"),
+        ({"model_type": "xlm"}, "causal=false: tokens see later ones"),
+        ({"model_type": "t5"}, "no language model of model_type=t5"),
+        ({"model_type": "musicgen"}, "can't read this config.json: Validation error"),
     ],
 )
 def test_a_config_that_can_t_be_trained_is_refused(
@@ -75,6 +82,20 @@ def test_a_config_that_can_t_be_trained_is_refused(
 ) -> None:
     with pytest.raises(CheckpointError, match=said):
         read_config(edited(tmp_path, "phi3", **fields))
+
+
+@pytest.mark.ranks  # half a minute
+def test_every_other_type_of_transformers_is_refused(tmp_path: Path) -> None:
+    for model_type in set(CONFIG_MAPPING) - {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *SEEING}:
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+        with pytest.raises(CheckpointError):
+            read_config(tmp_path)
+
+
+def test_a_config_without_a_size_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma4_assistant"}))
+    with pytest.raises(CheckpointError, match="gemma4_assistant: .* no hidden_size and no vocab"):
+        describe_any(read_config(tmp_path))
 
 
 def test_a_config_is_described_whatever_its_family(tmp_path: Path) -> None:
