@@ -1,6 +1,6 @@
 """Runs every language model of transformers, with or without images, through a training run on
 FSDP2, stage by stage: `python -m tests.families [TYPE ...]`; writes runs/families.json, and with
-`--docs` the table of the documentation (docs/results/architectures.json).
+`--docs` the table of the documentation (website/architectures.json).
 
 A stage's cell is a number (the largest difference from transformers, or from plain torch, in
 float64), and a row ends with the reason with which the model is refused before it is built, or with
@@ -30,7 +30,7 @@ from tests.ranks import RankFailure, run_ranks
 from tests.tiny_vision import save_tiny_vision
 
 ROOT = Path(__file__).parents[1]
-TABLE = ROOT / "docs/results/architectures.json"
+TABLE = ROOT / "website/architectures.json"
 LENGTHS, PROMPTS = (9, 2, 15, 30), (3, 1, 4, 7)
 LARGEST = (
     3_000_000  # parameters; a larger model has a size that tests/family_configs.py doesn't know
@@ -348,7 +348,7 @@ def _is_ours(error: BaseException) -> bool:
 
 
 def first_line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:400]
+    return " ".join(str(error).split())[:600]
 
 
 def row_of(model_type: str) -> dict[str, Any]:
@@ -391,17 +391,21 @@ def bound_of(row: dict[str, Any], stage: str) -> float:
     return max(BOUNDS[stage], NOISY * float(row.get(f"{stage} of float32", 0.0)))
 
 
+def of_the_docs(row: dict[str, Any]) -> dict[str, Any]:
+    """Returns a row with its verdict, without its time."""
+    cells = {name: cell for name, cell in row.items() if name != "seconds"}
+    return cells | {"verdict": verdict(row)}
+
+
 def write_table(rows: list[dict[str, Any]]) -> None:
-    """Writes the rows for the documentation (website/architectures.py)."""
+    """Writes the rows for the documentation (website/architectures.py); those of other types stay."""
+    known = json.loads(TABLE.read_text())["rows"] if TABLE.is_file() else []
+    by_type = {row["type"]: row for row in [*known, *map(of_the_docs, rows)]}
     content = {
         "command": "python -m tests.families --docs",
         "machine": "CPU",
         "date": time.strftime("%Y-%m-%d"),
-        "rows": [
-            {name: cell for name, cell in row.items() if name != "seconds"}
-            | {"verdict": verdict(row)}
-            for row in rows
-        ],
+        "rows": [by_type[each] for each in causal_types() + types_with_media() if each in by_type],
     }
     TABLE.write_text(json.dumps(content, indent=1) + "\n")
 

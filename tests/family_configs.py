@@ -66,7 +66,11 @@ OWN: dict[str, dict[str, Any]] = {
     "emu3": {"text_config": {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}},
     "granitemoehybrid": {"layer_types": ["mamba", "attention", "mamba", "attention"]},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
-    "reformer": {"is_decoder": True},
+    "reformer": {
+        "is_decoder": True,
+        "axial_pos_embds_dim": (HIDDEN // 2, HIDDEN // 2),
+        "axial_pos_shape": (8, 16),
+    },
     "ctrl": {"dff": 48},
     "cpmant": {"dim_ff": 48, "position_bias_num_buckets": 8, "position_bias_max_distance": 16},
     "deepseek_v4": {"o_lora_rank": HEAD},

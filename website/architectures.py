@@ -1,4 +1,4 @@
-"""Writes the page about architectures on FSDP2 from docs/results/architectures.json, which
+"""Writes the page about architectures on FSDP2 from architectures.json, which
 `python -m tests.families --docs` measures.
 """
 
@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-RECORD = Path(__file__).parents[1] / "docs/results/architectures.json"
+RECORD = Path(__file__).with_name("architectures.json")
 PAGE = "fsdp_architectures.md"
 STAGES = ("log-probs", "gradient", "steps", "push", "export", "resume")
 HEAD = """# Architectures on FSDP2
