@@ -1,7 +1,8 @@
 """Converts weights between Hugging Face and Megatron: one table of two-way rules per architecture.
 The tables contain names and shapes and are independent of Megatron: the same table is used for
 loading, HF export, live weight sync and offline conversion, so these cannot diverge. A new
-architecture is one file in `families/` (and one in `model_providers/families/`).
+architecture is an entry in `llama_like.py`, or one file in `families/` and one in
+`model_providers/families/`.
 """
 
 import importlib
@@ -14,6 +15,7 @@ from rftmega.converters import decoder, families
 from rftmega.converters.audio_fields import AudioFields
 from rftmega.converters.block_scales import FIELD
 from rftmega.converters.config_fields import Fields
+from rftmega.converters.llama_like import LLAMA_LIKE, LlamaLike
 from rftmega.converters.nested_fields import VisionFields, flattened
 from rftmega.converters.rules import (
     QKV,
@@ -34,7 +36,9 @@ from rftmega.converters.rules import (
 from rftmega.converters.stacks import Stack
 from rftmega.core.errors import CheckpointError
 
-FAMILIES = tuple(sorted(module.name for module in pkgutil.iter_modules(families.__path__)))
+FAMILIES = tuple(
+    sorted({*(module.name for module in pkgutil.iter_modules(families.__path__)), *LLAMA_LIKE})
+)
 # present in old Llama folders; derived from config.json
 NOT_WEIGHTS = r".*\.rotary_emb\.inv_freq"
 
@@ -69,16 +73,14 @@ def completed(hf_config: Mapping[str, Any]) -> dict[str, Any]:
     Raises CheckpointError for an architecture without a table, and for fields that are missing,
     null or of the wrong type.
     """
-    fields: Fields | VisionFields | AudioFields = _family(hf_config).FIELDS
-    return fields.completed(hf_config)
+    return _fields(hf_config).completed(hf_config)
 
 
 def default_rope_theta(hf_config: Mapping[str, Any]) -> float:
     """Returns the base of the rotary embedding (rope_theta) that the architecture uses if
     config.json does not set one.
     """
-    fields: Fields | VisionFields | AudioFields = _family(hf_config).FIELDS
-    return fields.rope_theta
+    return _fields(hf_config).rope_theta
 
 
 def left_out(hf_config: Mapping[str, Any], names: Iterable[str]) -> set[str]:
@@ -124,12 +126,23 @@ def stacks_of(hf_config: Mapping[str, Any]) -> list[Stack]:
     return of_family(completed(hf_config)) if of_family else []
 
 
+def _fields(hf_config: Mapping[str, Any]) -> Fields | VisionFields | AudioFields:
+    family = _family(hf_config)
+    found: Fields | VisionFields | AudioFields = (
+        family.fields if isinstance(family, LlamaLike) else family.FIELDS
+    )
+    return found
+
+
 def _family(hf_config: Mapping[str, Any]) -> Any:
+    """Returns the entry of LLAMA_LIKE, or the module in `families/`, of a config.json."""
     family = hf_config.get("model_type")
     if not has_table(hf_config):
         raise CheckpointError(
             f"There is no conversion table for model_type={family!r}; there is one for {', '.join(FAMILIES)}."
         )
+    if family in LLAMA_LIKE:
+        return LLAMA_LIKE[family]
     return importlib.import_module(f"{families.__name__}.{family}")
 
 

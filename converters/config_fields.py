@@ -105,6 +105,12 @@ def _kinds() -> dict[str, Kind]:
     number_of = Kind("a positive whole number", lambda value: is_whole(value, 1, MOST_LAYERS))
     count = Kind("a whole number", lambda value: is_whole(value, 0, MOST_LAYERS))
     number = Kind("a number of 0 or more", lambda value: is_number(value, 0))
+    factor = Kind("a number above 0", lambda value: is_number(value, 0) and value > 0)
+    pattern = Kind(
+        "a positive whole number or a text",
+        lambda value: isinstance(value, str) or is_whole(value, 1, MOST_LAYERS),
+    )
+    marks = Kind("a list of 0 and 1", _is_list_of(lambda item: is_whole(item, 0, 1)))
     flag = Kind("true or false", lambda value: isinstance(value, bool))
     text = Kind("a text", lambda value: isinstance(value, str))
     texts = Kind("a list of texts", _is_list_of(lambda item: isinstance(item, str)))
@@ -114,12 +120,15 @@ def _kinds() -> dict[str, Kind]:
         size: "hidden_size intermediate_size vocab_size max_position_embeddings original_max_position_embeddings head_dim "
         "moe_intermediate_size shared_expert_intermediate_size q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_dim "
         "v_head_dim",
-        window: "sliding_window",
+        window: "sliding_window eod_token_id",
         number_of: "num_hidden_layers num_attention_heads num_key_value_heads num_experts num_local_experts num_experts_per_tok "
-        "n_routed_experts n_group topk_group decoder_sparse_step",
+        "n_routed_experts n_group topk_group decoder_sparse_step no_rope_layer_interval",
         count: "first_k_dense_replace n_shared_experts num_nextn_predict_layers max_window_layers",
         number: "rms_norm_eps initializer_range routed_scaling_factor rope_theta attention_dropout router_jitter_noise "
-        "residual_dropout resid_pdrop embd_pdrop",
+        "residual_dropout resid_pdrop embd_pdrop embedding_multiplier residual_multiplier attention_multiplier",
+        factor: "logits_scaling",
+        pattern: "sliding_window_pattern",
+        marks: "no_rope_layers",
         flag: "tie_word_embeddings attention_bias attention_out_bias mlp_bias qkv_bias norm_topk_prob use_sliding_window "
         "rope_interleave use_qk_norm",
         text: "hidden_act model_type scoring_func topk_method",

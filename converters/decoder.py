@@ -78,14 +78,15 @@ def grouped_attention(
     *,
     qkv_bias: bool = False,
     qk_norm: bool = False,
+    rotated_qk_norm: bool = False,
     full_width_qk_norm: bool = False,
     fused: bool = False,
 ) -> list[Rule]:
     """Returns the conversion rules of grouped-query attention.
 
     `qkv_bias`: q, k and v have biases. `qk_norm`: q and k are normalised in each head;
-    `full_width_qk_norm`: over all heads together. `fused`: the folder stores q, k and v in one
-    tensor.
+    `rotated_qk_norm`: after rotary embeddings; `full_width_qk_norm`: over all heads together.
+    `fused`: the folder stores q, k and v in one tensor.
     """
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     groups = config.get("num_key_value_heads") or heads
@@ -112,6 +113,13 @@ def grouped_attention(
         )
         for name in ("qk" if qk_norm or full_width_qk_norm else "")
     ]
+    norms += [
+        Replicated(
+            (f"{ATTENTION}core_attention.{name[0]}_layernorm.weight",),
+            (in_layer(f"self_attn.{name}_layernorm.weight", width),),
+        )
+        for name in (("query", "key") if rotated_qk_norm else ())
+    ]
     return [
         QKV(
             (ATTENTION + "linear_qkv.weight",), q_k_v("weight", hidden), groups=groups, fused=parts
@@ -133,17 +141,18 @@ def gated_mlp(
     fc2: tuple[str, ...],
     *,
     projections: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj"),
+    gated: bool = True,
     **where: Any,
 ) -> list[Rule]:
     """Returns the two conversion rules of a gated MLP: of gate and up, which Megatron fuses, and of
-    down.
+    down. Without `gated` the first is of up alone.
 
     `ffn`: intermediate size. `hf`: template of the HF names, in which {projection} is replaced by
     each of `projections`: gate, up and down; or gate and up as one tensor, and down. `fc1`, `fc2`:
     the possible Megatron names of the two weights. `where`: fields of Rule, such as `layers`.
     """
     *above, down = (hf.replace("{projection}", name) for name in projections)
-    fused = (ffn, ffn) if len(above) == 1 else ()
+    fused = (ffn, ffn) if len(above) == 1 and gated else ()
     rows = sum(fused) or ffn
     gate_up = tuple(in_layer(name, rows, hidden) for name in above)
     return [

@@ -10,6 +10,7 @@ import rftmega.runtime.device.before_megatron  # noqa: F401
 
 # isort: split
 
+from megatron.core.activations import squared_relu
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel import layers
 from megatron.core.transformer import TransformerConfig
@@ -28,6 +29,7 @@ from rftmega.model_providers.vision import DeepstackLayer, VisionLanguageModel, 
 from rftmega.models.layers.latent_attention import mend_latent_attention
 from rftmega.models.layers.padding_row import freeze_padding
 from rftmega.models.layers.rotary import MultimodalRotary, PackedRotary
+from rftmega.models.layers.scaled import scale_output
 
 
 def transformer_config(
@@ -54,8 +56,8 @@ def transformer_config(
         normalization="RMSNorm",
         layernorm_epsilon=model.norm_epsilon,
         qk_layernorm=model.qk_norm,
-        activation_func=F.silu,
-        gated_linear_unit=True,
+        activation_func=_ACTIVATIONS[model.activation],
+        gated_linear_unit=model.gated,
         add_bias_linear=False,
         add_qkv_bias=model.qkv_bias,
         init_method_std=model.init_std,
@@ -85,6 +87,8 @@ def transformer_config(
         **(_experts(model, model.experts, parallel) if model.experts else {}),
         **(_latent(model.latent, model.rope) if model.latent else {}),
         **(_windows(model, model.window) if model.window else {}),
+        **(_unrotated(model) if model.unrotated else {}),
+        softmax_scale=model.scales.attention,
         **fused_kernels(installed(), model, parallel, dtype),
     )
     if (yarn := model.rope.yarn) and not model.latent:
@@ -101,6 +105,7 @@ def transformer_config(
     return config
 
 
+_ACTIVATIONS: dict[str, Any] = {"silu": F.silu, "relu2": squared_relu}
 _RECOMPUTE: dict[str, dict[str, Any]] = {
     "none": {},
     "selective": {"recompute_granularity": "selective"},
@@ -126,6 +131,10 @@ def _windows(model: ModelDescription, window: int) -> dict[str, Any]:
         "window_size": (window - 1, 0),  # tokens before this one, and after
         "window_attn_skip_freq": [int(layer in model.windowed) for layer in range(model.layers)],
     }
+
+
+def _unrotated(model: ModelDescription) -> dict[str, Any]:
+    return {"no_rope_freq": [int(layer in model.unrotated) for layer in range(model.layers)]}
 
 
 def _latent(latent: LatentAttention, rope: Rope) -> dict[str, Any]:
@@ -223,6 +232,10 @@ def build_chunk(
         spec.norm_behind(layers_spec, adapters=adapters)
     if model.full_width_qk_norm:
         spec.norm_all_heads(layers_spec)
+    if model.rotated_qk_norm:
+        spec.norm_rotated_heads(layers_spec)
+    if model.scales.residual != 1.0:
+        spec.scale_residual(layers_spec, model.scales.residual)
     if model.tower and model.tower.deepstack:
         spec.replace_layers(layers_spec, DeepstackLayer)
     built: GPTModel = kind(
@@ -243,6 +256,9 @@ def build_chunk(
         vp_stage=chunk,
         **more,
     )
+    if pre_process and model.scales.embedding != 1.0:
+        scale_output(built.embedding, model.scales.embedding)
+    vars(built)["logits_factor"] = model.scales.logits  # see custom_forward
     if pre_process and model.padding is not None:
         freeze_padding(built.embedding.word_embeddings, model.padding)
     if post_process:

@@ -8,6 +8,7 @@ from typing import Any
 
 from rftmega.config import ParallelConfig
 from rftmega.converters.block_scales import FIELD, block_scales
+from rftmega.converters.llama_like import LLAMA_LIKE
 from rftmega.core.errors import CheckpointError
 from rftmega.model_providers import families
 from rftmega.model_providers.hf_config import HFConfig
@@ -63,6 +64,16 @@ class LatentAttention:
 
 
 @dataclass(frozen=True)
+class Scales:
+    """Scales holds constant factors, as in Granite (arXiv:2405.04324)."""
+
+    embedding: float = 1.0
+    residual: float = 1.0  # of what attention and MLP add to the hidden states
+    attention: float | None = None  # of the scores; None: 1 / sqrt(head_dim)
+    logits: float = 1.0
+
+
+@dataclass(frozen=True)
 class ModelDescription:
     """ModelDescription describes the architecture of a decoder and its vision or audio encoder
     (`tower`); sizes are those of the whole model, before sharding.
@@ -83,10 +94,15 @@ class ModelDescription:
     qkv_bias: bool
     qk_norm: bool
     init_std: float
+    activation: str = "silu"  # of the MLP: silu or relu2, the square of a ReLU
+    gated: bool = True  # the MLP has a gate
     full_width_qk_norm: bool = False  # q and k norms span all heads, instead of each
+    rotated_qk_norm: bool = False  # q and k norms follow rotary embeddings, instead of preceding
     post_norm: bool = False  # norms follow attention and MLP, instead of preceding them
     window: int | None = None  # tokens attended to, including itself, in the layers `windowed`
     windowed: frozenset[int] = frozenset()
+    unrotated: frozenset[int] = frozenset()  # layers without rotary embeddings
+    scales: Scales = Scales()
     latent: LatentAttention | None = None
     experts: Experts | None = None
     tower: VisionTower | AudioTower | None = None  # on the first pipeline stage
@@ -99,7 +115,7 @@ class ModelDescription:
         of_heads = normed * self.head_dim if self.qk_norm and not self.latent else 0
         norms = 2 * self.hidden + of_heads
         sparse = len(self.experts.layers) if self.experts else 0
-        mlps = (self.layers - sparse) * 3 * self.hidden * self.ffn
+        mlps = (self.layers - sparse) * self.mlp_matrices * self.hidden * self.ffn
         if experts := self.experts:
             shared = 3 * experts.shared_ffn + (1 if experts.shared_gate else 0)
             routed = experts.number * (3 * experts.ffn + 1)  # 1: the router's row
@@ -107,6 +123,11 @@ class ModelDescription:
         outside = self.hidden + self.vocabulary * self.hidden * (1 if self.tied else 2)
         tower = self.tower.parameters if self.tower else 0
         return self.layers * (self._attention_parameters + norms) + mlps + outside + tower
+
+    @property
+    def mlp_matrices(self) -> int:
+        """Returns the number of matrices of a dense MLP: up and down, and the gate's."""
+        return 3 if self.gated else 2
 
     @property
     def _attention_parameters(self) -> int:
@@ -121,7 +142,10 @@ class ModelDescription:
         return self.hidden * self.head_dim * (2 * self.heads + 2 * self.groups) + biases
 
 
-FAMILIES = tuple(sorted(module.name for module in pkgutil.iter_modules(families.__path__)))
+FAMILIES = tuple(
+    sorted({*(module.name for module in pkgutil.iter_modules(families.__path__)), *LLAMA_LIKE})
+)
+LLAMA = "rftmega.model_providers.llama_like"
 
 
 def describe(hf_config: Mapping[str, Any]) -> ModelDescription:
@@ -137,9 +161,11 @@ def describe(hf_config: Mapping[str, Any]) -> ModelDescription:
             f"model_type={family!r} is not supported; these are: {', '.join(FAMILIES)}."
         )
     config = HFConfig(hf_config)
-    found: ModelDescription = importlib.import_module(f"{families.__name__}.{family}").describe(
-        config
-    )
+    found: ModelDescription
+    if family in LLAMA_LIKE:
+        found = importlib.import_module(LLAMA).describe(config, LLAMA_LIKE[family])
+    else:
+        found = importlib.import_module(f"{families.__name__}.{family}").describe(config)
     config.refuse_unread()
     return found
 
@@ -151,15 +177,17 @@ def decoder(
     qk_norm: bool = False,
     head_dim: int | None = None,
     partial_rope: bool = False,
+    activation: str = "silu",
 ) -> ModelDescription:
     """Returns the description of a Llama-like decoder; functions of other architectures call this
     one and change the result with dataclasses.replace.
 
     `qkv_bias`: q, k and v have a bias. `qk_norm`: RMSNorm over each head of q and k. `head_dim`:
-    None to read it from `config`. `partial_rope`: RoPE may cover only a part of each head. Raises
-    CheckpointError for inconsistent head sizes.
+    None to read it from `config`. `partial_rope`: RoPE may cover only a part of each head.
+    `activation`: the only supported value of hidden_act. Raises CheckpointError for inconsistent
+    head sizes.
     """
-    config.only("hidden_act", "silu", why="this family is trained with it")
+    config.only("hidden_act", activation, why="this family is trained with it")
     config.only("mlp_bias", False, why="the layers are built without")
     config.only("attention_bias", False, qkv_bias, why="it would put a bias on o_proj, too")
     config.get(FIELD)
@@ -198,6 +226,7 @@ def decoder(
         tied=config["tie_word_embeddings"],
         qkv_bias=qkv_bias,
         qk_norm=qk_norm,
+        activation=activation,
         init_std=config["initializer_range"],
         padding=_padding(config),
     )

@@ -22,6 +22,8 @@ from rftmega.models.layers.attention import PackedAttention
 from rftmega.models.layers.fp32_norm import KeyNorm, QueryNorm
 from rftmega.models.layers.norm import LatentNorm, RMSNorm
 from rftmega.models.layers.post_norm import with_norm_behind
+from rftmega.models.layers.rotated_norm import with_rotated_norm
+from rftmega.models.layers.scaled import with_factor
 
 
 def block_spec(config: TransformerConfig, chunk: int | None) -> TransformerBlockSubmodules:
@@ -97,6 +99,24 @@ def norm_all_heads(block: TransformerBlockSubmodules) -> None:
     for layer in block.layer_specs:
         attention = layer.submodules.self_attention.submodules
         attention.q_layernorm, attention.k_layernorm = QueryNorm, KeyNorm
+
+
+def norm_rotated_heads(block: TransformerBlockSubmodules) -> None:
+    """Moves, in a block's spec, the q and k norms behind rotary embeddings."""
+    for layer in {id(layer): layer for layer in block.layer_specs}.values():
+        attention = layer.submodules.self_attention.submodules
+        attention.q_layernorm = attention.k_layernorm = IdentityOp
+        attention.core_attention = with_rotated_norm(attention.core_attention)
+
+
+def scale_residual(block: TransformerBlockSubmodules, factor: float) -> None:
+    """Multiplies, in a block's spec, what attention and MLP add to the hidden states by `factor`."""
+    for layer in {id(layer): layer for layer in block.layer_specs}.values():
+        attention, mlp = (
+            part.submodules for part in (layer.submodules.self_attention, layer.submodules.mlp)
+        )
+        attention.linear_proj = with_factor(attention.linear_proj, factor)
+        mlp.linear_fc2 = with_factor(mlp.linear_fc2, factor)
 
 
 def _use_ours(parts: TransformerLayerSubmodules) -> None:

@@ -179,6 +179,11 @@ LATER = {
     "phi3": LATER_DENSE,
     "phi3-tied-part-of-heads": LATER_DENSE,
     "seed-oss": LATER_DENSE,
+    "arcee": LATER_DENSE,
+    "smollm3-window": LATER_DENSE,
+    "granite": LATER_DENSE,
+    "exaone4": LATER_DENSE,
+    "hunyuan": LATER_DENSE,
 }
 LAYOUTS |= LATER
 # A frozen model with adapters, of which every matrix is random: all that is split in any way.

@@ -6,9 +6,13 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import (
+    ArceeConfig,
     AutoModelForCausalLM,
     DeepseekV3Config,
+    Exaone4Config,
     Glm4MoeConfig,
+    GraniteConfig,
+    HunYuanDenseV1Config,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
@@ -19,6 +23,7 @@ from transformers import (
     Qwen3Config,
     Qwen3MoeConfig,
     SeedOssConfig,
+    SmolLM3Config,
 )
 
 VOCABULARY = 131  # prime: every tensor-parallel size needs padding rows
@@ -142,6 +147,30 @@ VARIANTS: dict[str, tuple[type, dict[str, Any]]] = {
             "pad_token_id": None,
         },
     ),
+    "arcee": (ArceeConfig, {"tie_word_embeddings": False}),
+    "smollm3": (SmolLM3Config, {"no_rope_layer_interval": 3, "pad_token_id": None}),
+    "smollm3-window": (
+        SmolLM3Config,
+        {
+            "tie_word_embeddings": False,
+            "no_rope_layer_interval": 2,
+            "use_sliding_window": True,
+            "sliding_window": 6,
+            "pad_token_id": None,
+        },
+    ),
+    "granite": (
+        GraniteConfig,
+        {
+            **{"embedding_multiplier": 3.0, "attention_multiplier": 0.4},
+            **{"residual_multiplier": 0.7, "logits_scaling": 1.7, "tie_word_embeddings": True},
+        },
+    ),
+    "exaone4": (
+        Exaone4Config,
+        {"sliding_window": 6, "sliding_window_pattern": 3, "tie_word_embeddings": False},
+    ),
+    "hunyuan": (HunYuanDenseV1Config, {"head_dim": 32, "pad_token_id": None}),
     "seed-oss": (SeedOssConfig, {"head_dim": 32, "tie_word_embeddings": False}),
 }
 

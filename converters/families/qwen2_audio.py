@@ -5,13 +5,13 @@ from dataclasses import replace
 
 from rftmega.converters.audio_fields import AudioFields
 from rftmega.converters.decoder import Config
-from rftmega.converters.families import qwen2
+from rftmega.converters.llama_like import LLAMA_LIKE
 from rftmega.converters.rules import Rule
 from rftmega.converters.vision import Tower, audio_tower_rules, layer_norm, linear, renamed
 from rftmega.core.errors import CheckpointError
 
 FIELDS = AudioFields(
-    qwen2.FIELDS,
+    LLAMA_LIKE["qwen2"].fields,
     text_sizes={
         "hidden_size": 4096,
         "num_hidden_layers": 32,
@@ -27,7 +27,10 @@ def table(config: Config) -> list[Rule]:
     width, heads = tower["d_model"], tower["encoder_attention_heads"]
     if width % heads:
         raise CheckpointError(f"audio_config: {heads} heads can't share a width of {width}.")
-    text = [_inside(rule) for rule in renamed(qwen2.table(config), "language_model.model.")]
+    text = [
+        _inside(rule)
+        for rule in renamed(LLAMA_LIKE["qwen2"].table(config), "language_model.model.")
+    ]
     return [*text, *audio_tower_rules(shapes(tower, config["hidden_size"]))]
 
 

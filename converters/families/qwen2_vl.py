@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from rftmega.converters.config_fields import Fields
 from rftmega.converters.decoder import Config
-from rftmega.converters.families import qwen2
+from rftmega.converters.llama_like import LLAMA_LIKE
 from rftmega.converters.nested_fields import VisionFields
 from rftmega.converters.rules import Rule
 from rftmega.converters.vision import Tower, check, layer_norm, linear, patches, tower_rules
@@ -33,7 +33,7 @@ FIELDS = VisionFields(
 def table(config: Config) -> list[Rule]:
     tower = config["vision_config"]
     check(tower, tower["embed_dim"], tower["hidden_size"], config["hidden_size"])
-    return [*qwen2.table(config), *tower_rules(shapes(tower), "visual.")]
+    return [*LLAMA_LIKE["qwen2"].table(config), *tower_rules(shapes(tower), "visual.")]
 
 
 def shapes(tower: Tower) -> Iterator[tuple[str, tuple[int, ...]]]:

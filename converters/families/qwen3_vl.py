@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from rftmega.converters.config_fields import Fields
 from rftmega.converters.decoder import Config
-from rftmega.converters.families import qwen3
+from rftmega.converters.llama_like import LLAMA_LIKE
 from rftmega.converters.nested_fields import VisionFields
 from rftmega.converters.rules import Rule
 from rftmega.converters.vision import (
@@ -42,7 +42,7 @@ FIELDS = VisionFields(
 def table(config: Config) -> list[Rule]:
     tower = config["vision_config"]
     check(tower, tower["hidden_size"], tower["out_hidden_size"], config["hidden_size"])
-    text = renamed(qwen3.table(config), "model.language_model.")
+    text = renamed(LLAMA_LIKE["qwen3"].table(config), "model.language_model.")
     return [*text, *tower_rules(shapes(tower), "model.visual.")]
 
 

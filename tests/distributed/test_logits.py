@@ -45,7 +45,10 @@ ROWS = [
 
 
 # Other tests of this file compute these as well, under other rotations or layouts.
-ALSO_ELSEWHERE = ("llama-linear-rope", "llama-yarn", "qwen2", "qwen3", "deepseek-v3")
+ALSO_ELSEWHERE = (
+    *("llama-linear-rope", "llama-yarn", "qwen2", "qwen3", "deepseek-v3"),
+    *("smollm3", "arcee"),
+)
 MODELS = [
     pytest.param(variant, marks=pytest.mark.ranks if variant in ALSO_ELSEWHERE else ())
     for variant in VARIANTS

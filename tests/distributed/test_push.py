@@ -66,6 +66,10 @@ PAIRS = [
     ("phi3", 4, P(tensor=4), 2),  # parts of one tensor, of which each side has other rows
     pytest.param("phi3", 4, P(tensor=2, pipeline=2), 4, marks=pytest.mark.ranks),
     pytest.param("olmo2", 4, P(tensor=2, pipeline=2), 2, marks=pytest.mark.ranks),
+    *(
+        pytest.param(variant, 4, P(tensor=2, pipeline=2), 2, marks=pytest.mark.ranks)
+        for variant in ("arcee", "smollm3-window", "granite", "exaone4", "hunyuan")
+    ),
     pytest.param("seed-oss", 4, P(tensor=4), 2, marks=pytest.mark.ranks),
     pytest.param("glm4-moe", 4, P(tensor=2, sequence=True, expert=2), 2, marks=pytest.mark.ranks),
     pytest.param("qwen3_vl", 4, P(tensor=2, pipeline=2), 2, marks=pytest.mark.ranks),

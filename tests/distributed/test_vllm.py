@@ -444,7 +444,9 @@ def oracle_body(world: Any, folder: Path) -> Any:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("variant", ["olmo2", "seed-oss"])
+@pytest.mark.parametrize(
+    "variant", ["olmo2", "seed-oss", "arcee", "smollm3", "granite", "exaone4", "hunyuan"]
+)
 def test_vllm_says_what_transformers_says_in_a_process_of_its_own(
     variant: str, tmp_path: Path
 ) -> None:

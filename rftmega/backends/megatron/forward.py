@@ -330,6 +330,7 @@ def custom_forward(
     arguments = {name: packing.take(value) for name, value in (logits_processor_args or {}).items()}
     if isinstance(temperature, Tensor):
         temperature = packing.take(temperature)
+    temperature = temperature / vars(chunk)["logits_factor"]
     if isinstance(logits_processor, HiddenProcessor):
         processed = logits_processor.from_hidden(
             _for_output_layer(output, chunk, tensor_group),

@@ -34,7 +34,7 @@ def layer_weights(model: ModelDescription) -> int:
     if isinstance(model, TransformersModel):
         return model.matrices
     sparse = len(model.experts.layers) if model.experts else 0
-    mlps = (model.layers - sparse) * 3 * model.hidden * model.ffn
+    mlps = (model.layers - sparse) * model.mlp_matrices * model.hidden * model.ffn
     if experts := model.experts:
         active = (
             3 * experts.active * experts.ffn

@@ -68,7 +68,7 @@ def _mlp(model: ModelDescription, parallel: ParallelConfig, layer: int, itemsize
     """
     experts = model.experts
     if experts is None or layer not in experts.layers:
-        return itemsize * 4 * model.ffn / parallel.tensor
+        return itemsize * (4 if model.gated else 2) * model.ffn / parallel.tensor
     s = 1 / parallel.tensor if parallel.sequence else 1.0
     # dispatched and combined
     routed = experts.active * (2 * model.hidden + 4 * experts.ffn) * itemsize * s

@@ -72,7 +72,7 @@ def working_bytes(model: ModelDescription, ranks: int, sequences: int, itemsize:
     `BATCHED` tokens (`itemsize` bytes each), and logits and probabilities (float32) for one token
     of each of `sequences` sequences.
     """
-    wide = 3 * model.ffn // ranks
+    wide = model.mlp_matrices * model.ffn // ranks
     if model.experts:
         wide = max(
             wide,

@@ -50,6 +50,13 @@ SMALL_OF: dict[str, dict[str, Any]] = {
              "original_max_position_embeddings": 32},
     "seed_oss": {"attention_bias": True, "attention_out_bias": False, "mlp_bias": False, "head_dim": 16,
                  "attention_dropout": 0.1, "residual_dropout": 0.1},
+    "arcee": {"hidden_act": "relu2", "attention_bias": False, "mlp_bias": False, "head_dim": 16},
+    "smollm3": {"attention_bias": False, "mlp_bias": False, "no_rope_layers": [1, 0, 1], "no_rope_layer_interval": 2,
+                "use_sliding_window": True, "sliding_window": 4, "tie_word_embeddings": True},
+    "granite": {"attention_bias": False, "mlp_bias": False, "embedding_multiplier": 3.0, "logits_scaling": 1.5,
+                "residual_multiplier": 0.5, "attention_multiplier": 0.25},
+    "exaone4": {"sliding_window": 4, "sliding_window_pattern": 2, "head_dim": 16},
+    "hunyuan_v1_dense": {"attention_bias": False, "head_dim": 16, "eod_token_id": 3},
     "deepseek_v3": {
         "num_key_value_heads": 4, "q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4,
         "v_head_dim": 6, "n_routed_experts": 16, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 4, "n_shared_experts": 2,
@@ -82,7 +89,8 @@ OTHER: dict[str, list[Any]] = {  # values to try beside those above
     "hidden_act": ["gelu"], "layer_types": [["full_attention"] * 3, ["sliding_attention"] * 3, ["full_attention"] * 2],
     "mlp_only_layers": [[], [0]], "first_k_dense_replace": [0, 2], "num_key_value_heads": [1, 3, 4], "head_dim": [8, 7],
     "num_experts_per_tok": [1, 99], "n_group": [1, 3], "topk_group": [1, 9], "sliding_window": [2],
-    "max_window_layers": [0, 2, 9],
+    "max_window_layers": [0, 2, 9], "no_rope_layers": [[0, 1, 0], [1, 1]], "sliding_window_pattern": [3, "LLG"],
+    "embedding_multiplier": [2.0], "logits_scaling": [2.0], "residual_multiplier": [2.0], "attention_multiplier": [2.0],
     "rope_theta": [500.0], "attention_dropout": [0.1], "num_attention_heads": [8, 5], "partial_rotary_factor": [1.0, 0.5],
     "quantization_config": [], "rope_scaling": [{}, {"type": "linear", "factor": 2.0}], "num_nextn_predict_layers": [0, 2],
 }  # fmt: skip
@@ -206,12 +214,15 @@ def compare(ours: ModelDescription, model: Any) -> None:
         )
         (bias,) = {getattr(attention, f"{name}_proj").bias is not None for name in rows}
         assert ours.qkv_bias == bias
-        assert ours.qk_norm == hasattr(attention, "q_norm")
-        if ours.qk_norm:
+        assert ours.rotated_qk_norm == hasattr(attention, "query_layernorm")
+        assert ours.qk_norm == (hasattr(attention, "q_norm") or ours.rotated_qk_norm)
+        if ours.qk_norm and not ours.rotated_qk_norm:
             heads = (ours.heads, ours.groups) if ours.full_width_qk_norm else (1, 1)
             widths = tuple(norm.weight.numel() for norm in (attention.q_norm, attention.k_norm))
             assert widths == tuple(number * ours.head_dim for number in heads)
     compare_windows(ours, model)
+    compare_unrotated(ours, model)
+    compare_factors(ours, model)
     compare_experts(ours, layers, config)
     frequencies, scale = frequencies_of(ours.rope, config, type(model.model.rotary_emb))
     assert torch.equal(frequencies, model.model.rotary_emb.inv_freq)
@@ -222,11 +233,35 @@ def compare_windows(ours: ModelDescription, model: Any) -> None:
     everywhere = model.config.model_type in ("mistral", "mixtral", "phi3")
     windows = [
         model.config.sliding_window
-        if everywhere
+        if everywhere or getattr(layer.self_attn, "is_sliding", False)
         else getattr(layer.self_attn, "sliding_window", None)
+        if not hasattr(layer.self_attn, "is_sliding")
+        else None
         for layer in model.model.layers
     ]
     assert [ours.window if n in ours.windowed else None for n in range(ours.layers)] == windows
+
+
+def compare_unrotated(ours: ModelDescription, model: Any) -> None:
+    layers = [layer.self_attn for layer in model.model.layers]
+    unrotated = {n for n, each in enumerate(layers) if not getattr(each, "use_rope", True)}
+    if model.config.model_type == "exaone4" and model.config.sliding_window:
+        unrotated = {n for n, each in enumerate(layers) if not each.is_sliding}
+    assert ours.unrotated == unrotated
+
+
+def compare_factors(ours: ModelDescription, model: Any) -> None:
+    first, outer = model.model.layers[0], model.config
+    assert ours.scales.residual == getattr(first, "residual_multiplier", 1.0)
+    assert ours.scales.embedding == getattr(model.model, "embedding_multiplier", 1.0)
+    assert 1.0 / ours.scales.logits == pytest.approx(getattr(outer, "logits_scaling", 1.0))
+    if ours.scales.attention is not None:
+        assert ours.scales.attention == first.self_attn.scaling
+    elif not ours.latent:
+        assert first.self_attn.scaling == pytest.approx(ours.head_dim**-0.5)
+    if not ours.experts:
+        gates = [hasattr(first.mlp, name) for name in ("gate_proj", "gate_up_proj")]
+        assert ours.gated == any(gates)
 
 
 def compare_experts(ours: ModelDescription, layers: Any, config: Any) -> None:

@@ -111,8 +111,9 @@ def test_what_a_model_dropped_when_it_was_made_changes_nothing(
 def test_a_family_that_is_not_there_is_refused_with_those_that_are(family: str | None) -> None:
     with pytest.raises(
         CheckpointError,
-        match="deepseek_v3, glm4_moe, kimi_k2, llama, mistral, mixtral, olmo2, phi3, qwen2, qwen2_5_vl, "
-        "qwen2_audio, qwen2_moe, qwen2_vl, qwen3, qwen3_moe, qwen3_vl, qwen3_vl_moe, seed_oss",
+        match="arcee, deepseek_v3, exaone4, glm4_moe, granite, hunyuan_v1_dense, kimi_k2, llama, mistral, mixtral, "
+        "olmo2, phi3, qwen2, qwen2_5_vl, qwen2_audio, qwen2_moe, qwen2_vl, qwen3, qwen3_moe, qwen3_vl, qwen3_vl_moe, "
+        "seed_oss, smollm3",
     ):
         describe({"model_type": family})
 

@@ -282,7 +282,7 @@ def test_a_model_of_no_table_is_let_through_under_fsdp_unless_its_angles_change(
     tmp_path: Path,
 ) -> None:
     config = config_of(tmp_path, "qwen3", P(), "scripted")
-    folder = save_decoder(tmp_path / "other", "granite")
+    folder = save_decoder(tmp_path / "other", "cohere")
     config = replace(config, backend="fsdp", model=ModelConfig(path=str(folder)))
     preflight(config, 4)
     with pytest.raises(ConfigError, match="model_type"):

@@ -205,8 +205,8 @@ def test_gathers_take_time_only_beyond_the_computation(tmp_path: Path) -> None:
 
 
 def test_a_family_that_no_table_knows_is_planned_too(tmp_path: Path) -> None:
-    """Granite: weights of the engine by shape, free disk space by count."""
-    folder = save_decoder(tmp_path, "granite")
+    """Cohere: weights of the engine by shape, free disk space by count."""
+    folder = save_decoder(tmp_path, "cohere")
     config = config_of(folder, P(), dtype="float32")
     config.checkpoint.every = 5
     planned = models_of(config)[POLICY]
@@ -241,10 +241,10 @@ def test_a_backend_is_recommended_for_a_reason(tmp_path: Path) -> None:
     assert many.backend == "megatron"
     assert "times as long" in many.why
     assert min(best.seconds for best in many.best.values()) > 0
-    (tmp_path / "granite").mkdir()
-    unknown = recommended(config_of(save_decoder(tmp_path / "granite", "granite"), P()), machine(8))
+    (tmp_path / "cohere").mkdir()
+    unknown = recommended(config_of(save_decoder(tmp_path / "cohere", "cohere"), P()), machine(8))
     assert unknown.backend == "fsdp"
-    assert "granite" in unknown.why
+    assert "cohere" in unknown.why
 
 
 @pytest.mark.ranks
