@@ -63,7 +63,7 @@ def test_a_wheel_claims_no_other_name_and_holds_what_the_commands_read(wheel: Pa
     assert {top for top in tops if not top.endswith(".dist-info")} == {"rftmega"}
     needed = ("tools/view.html", "tools/run.sbatch", "examples/arithmetic/grpo.yaml", "converters/rules.py",
               "examples/arithmetic/make_data.py", "requirements/cpu.txt", "config/recipes/grpo.yaml",
-              "requirements/torchvision_cpu/setup.py", "model_providers/families/qwen3.py")  # fmt: skip
+              "requirements/torchvision_cpu/setup.py", "model_providers/families/qwen3_moe.py")  # fmt: skip
     assert {f"rftmega/{name}" for name in needed} <= names
     assert not [name for name in names if name.startswith("rftmega/tests") or "/build/" in name]
 

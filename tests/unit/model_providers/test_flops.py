@@ -21,7 +21,10 @@ from tests.tiny_vision import KINDS, save_tiny_vision
 
 @pytest.mark.parametrize(
     "variant",
-    ["qwen3", "qwen2-tied", "mixtral", "qwen2-moe", "qwen3-moe", "deepseek-v3", "glm4-moe"],
+    [
+        *("qwen3", "qwen2-tied", "mixtral", "qwen2-moe", "qwen3-moe", "deepseek-v3", "glm4-moe"),
+        "arcee",
+    ],
 )
 def test_the_operations_of_a_forward_pass_are_those_that_torch_counts_in_transformers(
     variant: str, tmp_path: Path
