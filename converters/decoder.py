@@ -3,7 +3,6 @@ and heads.
 """
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from rftmega.converters.rules import QKV, Column, HFTensor, Replicated, Row, Rule, Vocabulary
@@ -20,13 +19,18 @@ MLP = MEGATRON_LAYER + "mlp."
 
 
 def decoder(
-    config: Config, attention: list[Rule], mlp: list[Rule], *, post_norm: bool = False
+    config: Config,
+    attention: list[Rule],
+    mlp: list[Rule],
+    *,
+    pre_norm: bool = True,
+    post_norm: bool = False,
 ) -> list[Rule]:
     """Returns the conversion rules of a whole decoder in order: embedding, norms, attention, MLP,
     final norm and LM head.
 
-    `attention`, `mlp`: the rules of these parts, which differ by architecture. `post_norm`: the
-    norms follow attention and MLP instead of preceding them.
+    `attention`, `mlp`: the rules of these parts, which differ by architecture. `pre_norm`,
+    `post_norm`: norms precede, and follow, attention and MLP.
     """
     hidden, vocabulary = config["hidden_size"], config["vocab_size"]
     tied = config["tie_word_embeddings"]
@@ -40,23 +44,29 @@ def decoder(
             (in_layer("input_layernorm.weight", hidden),),
         )
     ]
-    between = Replicated(
-        (MEGATRON_LAYER + "pre_mlp_layernorm.weight", MLP + "linear_fc1.layer_norm_weight"),
-        (in_layer("post_attention_layernorm.weight", hidden),),
+    # a layer with norms before and after has another name for the one before the MLP
+    name = "pre_feedforward_layernorm" if post_norm else "post_attention_layernorm"
+    between = [
+        Replicated(
+            (MEGATRON_LAYER + "pre_mlp_layernorm.weight", MLP + "linear_fc1.layer_norm_weight"),
+            (in_layer(f"{name}.weight", hidden),),
+        )
+    ]
+    behind_attention, behind = (
+        [Replicated((f"{module}.post_layernorm.weight",), (in_layer(f"{name}.weight", hidden),))]
+        for module, name in (
+            (ATTENTION + "linear_proj", "post_attention_layernorm"),
+            (MLP + "linear_fc2", "post_feedforward_layernorm"),
+        )
     )
-    behind: list[Rule] = []
-    if post_norm:
-        before = []
-        between = replace(between, megatron=(ATTENTION + "linear_proj.post_layernorm.weight",))
-        norm = in_layer("post_feedforward_layernorm.weight", hidden)
-        behind = [Replicated((MLP + "linear_fc2.post_layernorm.weight",), (norm,))]
     return [
         Vocabulary(("embedding.word_embeddings.weight",), (embedding,)),
-        *before,
+        *(before if pre_norm else []),
         *attention,
-        between,
+        *(behind_attention if post_norm else []),
+        *(between if pre_norm else []),
         *mlp,
-        *behind,
+        *(behind if post_norm else []),
         Replicated(
             ("decoder.final_layernorm.weight",), (HFTensor("model.norm.weight", (hidden,)),)
         ),

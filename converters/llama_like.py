@@ -20,19 +20,25 @@ class LlamaLike:
     qkv_bias: bool | str = False
     # RMSNorms of q and k: in each head, before or after rotary embeddings, or over all heads
     qk_norm: Literal["", "head", "rotated head", "all heads"] = ""
-    post_norm: bool = False  # norms follow attention and MLP, instead of preceding them
+    pre_norm: bool = True  # norms precede attention and MLP
+    post_norm: bool = False  # norms follow attention and MLP
+    zero_centered: bool = False  # a norm multiplies by 1 + its weight
     fused: bool = False  # the folder has q, k and v in one tensor, and gate and up in another
     gated: bool = True  # the MLP has a gate
-    activation: str = "silu"
+    activation: str = "silu"  # only value of the field `activation_field`
+    activation_field: str = "hidden_act"
     partial_rope: bool = False  # rotary embeddings may cover a part of each head
     rope_types: tuple[str, ...] = ()  # those supported; empty: all that Megatron supports
+    two_ropes: bool = False  # layers with a sliding window have rotary embeddings of their own
     # layers without rotary embeddings: those of `no_rope_layers` (SmolLM3, where 0 is without), or
     # those without a sliding window, if the model has one (EXAONE 4)
     unrotated: Literal["", "no_rope_layers", "full_attention"] = ""
     # layers with a sliding window: all, Qwen's from `max_window_layers` on, all but each n-th
     # (`sliding_window_pattern`), or those without rotary embeddings
     windows: Literal["", "all", "late", "pattern", "unrotated"] = ""
-    scaled: bool = False  # embedding, residual, attention and logits have factors (Granite)
+    # factors: of embedding, residual, attention and logits, each a field (Granite), or of embedding
+    # and attention, from sizes (Gemma)
+    scaled: Literal["", "fields", "sizes"] = ""
     divided: bool = False  # hidden_size must be a multiple of num_attention_heads
     # field of config.json -> (its only supported value, why)
     only: Mapping[str, tuple[Any, str]] = field(default_factory=dict)
@@ -51,7 +57,7 @@ class LlamaLike:
         names = ("gate_up_proj",) if self.fused else ("gate_proj", "up_proj")
         above = names if self.gated else ("up_proj",)
         mlp = dense_mlp(config, projections=(*above, "down_proj"), gated=self.gated)
-        return decoder(config, attention, mlp, post_norm=self.post_norm)
+        return decoder(config, attention, mlp, pre_norm=self.pre_norm, post_norm=self.post_norm)
 
     def has_qkv_bias(self, config: Config) -> bool:
         if isinstance(self.qkv_bias, str):
@@ -119,6 +125,7 @@ LLAMA_LIKE: dict[str, LlamaLike] = {
             not_null=(WIDTH,),
         ),
         qk_norm="all heads",
+        pre_norm=False,
         post_norm=True,
     ),
     "seed_oss": LlamaLike(
@@ -163,7 +170,7 @@ LLAMA_LIKE: dict[str, LlamaLike] = {
             nullable=(GROUPS,),
             not_null=(WIDTH,),
         ),
-        scaled=True,
+        scaled="fields",
     ),
     "exaone4": LlamaLike(
         Fields(
@@ -172,9 +179,37 @@ LLAMA_LIKE: dict[str, LlamaLike] = {
             not_null=(WIDTH,),
         ),
         qk_norm="head",
+        pre_norm=False,
         post_norm=True,
         unrotated="full_attention",
         windows="pattern",
+    ),
+    "gemma3_text": LlamaLike(
+        Fields(
+            defaults={
+                **{GROUPS: 4, WIDTH: 256, PADDING: 0, "tie_word_embeddings": True},
+                **{"hidden_activation": "gelu_pytorch_tanh", "attention_bias": False},
+                **{"sliding_window": 4096, "sliding_window_pattern": 6},
+                **{"query_pre_attn_scalar": 256},
+            },
+            nullable=(PADDING, "sliding_window", "attention_dropout", "hidden_act"),
+        ),
+        qk_norm="head",
+        post_norm=True,
+        zero_centered=True,
+        activation="gelu_pytorch_tanh",
+        activation_field="hidden_activation",
+        rope_types=("default", "linear"),
+        two_ropes=True,
+        windows="pattern",
+        scaled="sizes",
+        divided=True,
+        only={
+            "final_logit_softcapping": (None, "logits are not capped"),
+            "attn_logit_softcapping": (None, "scores are not capped"),
+            "use_bidirectional_attention": (False, "a token sees only those before it"),
+        },
+        without_effect=("_sliding_window_pattern",),
     ),
     "hunyuan_v1_dense": LlamaLike(
         Fields(

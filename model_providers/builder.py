@@ -1,6 +1,7 @@
 """Builds Megatron's TransformerConfig, and a pipeline chunk as a GPTModel, from a ModelDescription."""
 
 import logging
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from rftmega.model_providers.vision import DeepstackLayer, VisionLanguageModel, 
 from rftmega.models.layers.latent_attention import mend_latent_attention
 from rftmega.models.layers.padding_row import freeze_padding
 from rftmega.models.layers.rotary import MultimodalRotary, PackedRotary
+from rftmega.models.layers.rotary_by_layer import RotaryByLayer
 from rftmega.models.layers.scaled import scale_output
 
 
@@ -55,6 +57,7 @@ def transformer_config(
         kv_channels=model.head_dim,
         normalization="RMSNorm",
         layernorm_epsilon=model.norm_epsilon,
+        layernorm_zero_centered_gamma=model.zero_centered,
         qk_layernorm=model.qk_norm,
         activation_func=_ACTIVATIONS[model.activation],
         gated_linear_unit=model.gated,
@@ -105,7 +108,11 @@ def transformer_config(
     return config
 
 
-_ACTIVATIONS: dict[str, Any] = {"silu": F.silu, "relu2": squared_relu}
+_ACTIVATIONS: dict[str, Any] = {
+    "silu": F.silu,
+    "relu2": squared_relu,
+    "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
+}
 _RECOMPUTE: dict[str, dict[str, Any]] = {
     "none": {},
     "selective": {"recompute_granularity": "selective"},
@@ -229,7 +236,9 @@ def build_chunk(
     if adapters:
         spec.allow_adapters(layers_spec)
     if model.post_norm:
-        spec.norm_behind(layers_spec, adapters=adapters)
+        spec.norm_behind(layers_spec, adapters=adapters, pre_norm=model.pre_norm)
+    if rope.local_base is not None:
+        spec.rotate_by_layer(layers_spec)
     if model.full_width_qk_norm:
         spec.norm_all_heads(layers_spec)
     if model.rotated_qk_norm:
@@ -257,7 +266,8 @@ def build_chunk(
         **more,
     )
     if pre_process and model.scales.embedding != 1.0:
-        scale_output(built.embedding, model.scales.embedding)
+        factor, rounded = model.scales.embedding, model.scales.rounded_embedding
+        scale_output(built.embedding, factor, rounded=rounded)
     vars(built)["logits_factor"] = model.scales.logits  # see custom_forward
     if pre_process and model.padding is not None:
         freeze_padding(built.embedding.word_embeddings, model.padding)
@@ -265,6 +275,8 @@ def build_chunk(
         built.output_layer.gradient_accumulation_fusion &= installed().weight_gradients
     if post_process and not head:
         del built.output_layer
+    if rope.local_base is not None:
+        built.rotary_pos_emb = RotaryByLayer(built.rotary_pos_emb, rope.local_base)
     if rope.sections:
         built.rotary_pos_emb = MultimodalRotary(
             model.head_dim,

@@ -12,7 +12,7 @@ from rftmega.converters.llama_like import LLAMA_LIKE
 from rftmega.core.errors import CheckpointError
 from rftmega.model_providers import families
 from rftmega.model_providers.hf_config import HFConfig
-from rftmega.model_providers.rope import Rope, read_rope
+from rftmega.model_providers.rope import Rope, read_rope, read_two_ropes
 from rftmega.model_providers.tower import AudioTower, VisionTower
 
 FULL, SLIDING = "full_attention", "sliding_attention"  # values of layer_types
@@ -68,6 +68,7 @@ class Scales:
     """Scales holds constant factors, as in Granite (arXiv:2405.04324)."""
 
     embedding: float = 1.0
+    rounded_embedding: bool = False  # the embedding's factor is rounded to the embedding's dtype
     residual: float = 1.0  # of what attention and MLP add to the hidden states
     attention: float | None = None  # of the scores; None: 1 / sqrt(head_dim)
     logits: float = 1.0
@@ -94,11 +95,13 @@ class ModelDescription:
     qkv_bias: bool
     qk_norm: bool
     init_std: float
-    activation: str = "silu"  # of the MLP: silu or relu2, the square of a ReLU
+    activation: str = "silu"  # of the MLP, as config.json names it
     gated: bool = True  # the MLP has a gate
     full_width_qk_norm: bool = False  # q and k norms span all heads, instead of each
     rotated_qk_norm: bool = False  # q and k norms follow rotary embeddings, instead of preceding
-    post_norm: bool = False  # norms follow attention and MLP, instead of preceding them
+    pre_norm: bool = True  # norms precede attention and MLP
+    post_norm: bool = False  # norms follow attention and MLP
+    zero_centered: bool = False  # a norm multiplies by 1 + its weight
     window: int | None = None  # tokens attended to, including itself, in the layers `windowed`
     windowed: frozenset[int] = frozenset()
     unrotated: frozenset[int] = frozenset()  # layers without rotary embeddings
@@ -113,7 +116,7 @@ class ModelDescription:
         """Returns the number of parameters of the whole model; tied embeddings count once."""
         normed = self.heads + self.groups if self.full_width_qk_norm else 2
         of_heads = normed * self.head_dim if self.qk_norm and not self.latent else 0
-        norms = 2 * self.hidden + of_heads
+        norms = 2 * (self.pre_norm + self.post_norm) * self.hidden + of_heads
         sparse = len(self.experts.layers) if self.experts else 0
         mlps = (self.layers - sparse) * self.mlp_matrices * self.hidden * self.ffn
         if experts := self.experts:
@@ -178,16 +181,19 @@ def decoder(
     head_dim: int | None = None,
     partial_rope: bool = False,
     activation: str = "silu",
+    activation_field: str = "hidden_act",
+    two_ropes: bool = False,
 ) -> ModelDescription:
     """Returns the description of a Llama-like decoder; functions of other architectures call this
     one and change the result with dataclasses.replace.
 
     `qkv_bias`: q, k and v have a bias. `qk_norm`: RMSNorm over each head of q and k. `head_dim`:
     None to read it from `config`. `partial_rope`: RoPE may cover only a part of each head.
-    `activation`: the only supported value of hidden_act. Raises CheckpointError for inconsistent
-    head sizes.
+    `activation`: the only supported value of the field `activation_field`. `two_ropes`: layers with
+    a sliding window have other rotary embeddings. Raises CheckpointError for inconsistent head
+    sizes.
     """
-    config.only("hidden_act", activation, why="this family is trained with it")
+    config.only(activation_field, activation, why="this family is trained with it")
     config.only("mlp_bias", False, why="the layers are built without")
     config.only("attention_bias", False, qkv_bias, why="it would put a bias on o_proj, too")
     config.get(FIELD)
@@ -200,7 +206,7 @@ def decoder(
         raise CheckpointError(
             f"num_attention_heads={heads} is no multiple of num_key_value_heads={groups}."
         )
-    rope = read_rope(config, partial=partial_rope)
+    rope = read_two_ropes(config) if two_ropes else read_rope(config, partial=partial_rope)
     turned = int(head_dim * rope.fraction)
     if rope.fraction != 1.0 and (turned % 2 or not turned):
         raise CheckpointError(

@@ -33,6 +33,8 @@ def describe(config: HFConfig, kind: LlamaLike) -> ModelDescription:
         qk_norm=bool(kind.qk_norm),
         partial_rope=kind.partial_rope,
         activation=kind.activation,
+        activation_field=kind.activation_field,
+        two_ropes=kind.two_ropes,
     )
     if kind.rope_types and model.rope.kind not in kind.rope_types:
         raise CheckpointError(
@@ -42,9 +44,11 @@ def describe(config: HFConfig, kind: LlamaLike) -> ModelDescription:
         model,
         full_width_qk_norm=kind.qk_norm == "all heads",
         rotated_qk_norm=kind.qk_norm == "rotated head",
+        pre_norm=kind.pre_norm,
         post_norm=kind.post_norm,
+        zero_centered=kind.zero_centered,
         gated=kind.gated,
-        scales=_scales(config) if kind.scaled else Scales(),
+        scales=_scales(config, kind),
     )
     if kind.unrotated == "no_rope_layers":
         model = replace(model, unrotated=_without_rope(config, model.layers))
@@ -96,10 +100,18 @@ def _without_rope(config: HFConfig, layers: int) -> frozenset[int]:
     return frozenset(n for n, rotated in enumerate(given) if not rotated)
 
 
-def _scales(config: HFConfig) -> Scales:
-    return Scales(
-        embedding=config["embedding_multiplier"],
-        residual=config["residual_multiplier"],
-        attention=config["attention_multiplier"],
-        logits=1.0 / config["logits_scaling"],
-    )
+def _scales(config: HFConfig, kind: LlamaLike) -> Scales:
+    if kind.scaled == "fields":
+        return Scales(
+            embedding=config["embedding_multiplier"],
+            residual=config["residual_multiplier"],
+            attention=config["attention_multiplier"],
+            logits=1.0 / config["logits_scaling"],
+        )
+    if kind.scaled == "sizes":
+        return Scales(
+            embedding=config["hidden_size"] ** 0.5,
+            rounded_embedding=True,
+            attention=config["query_pre_attn_scalar"] ** -0.5,
+        )
+    return Scales()

@@ -4,7 +4,7 @@ Megatron-Core 0.16 supports.
 
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rftmega.converters import default_rope_theta
@@ -42,6 +42,8 @@ class Rope:
     sections: tuple[int, ...] = ()
     interleaved: bool = False  # the three alternate, instead of one after the other
     fraction: float = 1.0  # leading part of each head that is rotated
+    # base in the layers with a sliding window, which have no scaling; None: as in the others
+    local_base: float | None = None
 
 
 def read_rope(config: HFConfig, *, partial: bool = False) -> Rope:
@@ -52,7 +54,46 @@ def read_rope(config: HFConfig, *, partial: bool = False) -> Rope:
     config's rotated fraction is used. Raises CheckpointError, naming the field, for settings that
     Megatron can't represent or transformers refuses.
     """
-    fields = _fields(config)
+    return _read(_fields(config), config, partial=partial)
+
+
+def read_two_ropes(config: HFConfig) -> Rope:
+    """Returns the RoPE settings of a model whose layers with a sliding window have others, as
+    Gemma 3: `rope_parameters` with settings for each layer type, or `rope_theta`, `rope_scaling`
+    and `rope_local_base_freq`.
+
+    Raises CheckpointError as `read_rope`, and for a scaling in layers with a sliding window.
+    """
+    given = config.get("rope_parameters") or {}
+    if unknown := set(given) - {"full_attention", "sliding_attention"}:
+        raise CheckpointError(
+            f"rope_parameters has {sorted(unknown)[0]!r}; this family has settings for full_attention and sliding_attention."
+        )
+    scaling = dict(config.get("rope_scaling") or {})
+    if "type" in scaling:
+        raise CheckpointError(
+            "rope_scaling has type, which transformers does not read in this family. Call it rope_type."
+        )
+    usual = {"rope_theta": 1e6, "rope_local_base_freq": 1e4}
+    wide, near = (  # a base of null is refused, as in transformers
+        {
+            "rope_type": "default",
+            "rope_theta": config.get(name, None if config.said(name) else base),
+        }
+        for name, base in usual.items()
+    )
+    wide |= {**(given.get("full_attention") or {}), **scaling}
+    near |= given.get("sliding_attention") or {}
+    local = _read(near, config, partial=False)
+    if local.kind != "default":
+        raise CheckpointError(
+            f"rope_type={local.kind!r} in layers with a sliding window is not supported; default is."
+        )
+    return replace(_read(wide, config, partial=False), local_base=local.base)
+
+
+def _read(fields: dict[str, Any], config: HFConfig, *, partial: bool) -> Rope:
+    """Returns the RoPE settings of `fields`, which are emptied."""
     kind = fields.pop("rope_type")
     sections: tuple[int, ...] = ()
     interleaved = False

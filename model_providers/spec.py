@@ -22,6 +22,7 @@ from rftmega.models.layers.attention import PackedAttention
 from rftmega.models.layers.fp32_norm import KeyNorm, QueryNorm
 from rftmega.models.layers.norm import LatentNorm, RMSNorm
 from rftmega.models.layers.post_norm import with_norm_behind
+from rftmega.models.layers.rotary_by_layer import with_own_rotary
 from rftmega.models.layers.rotated_norm import with_rotated_norm
 from rftmega.models.layers.scaled import with_factor
 
@@ -79,17 +80,22 @@ def _adapt(mlp: MLPSubmodules, adapted: Callable[[type], type]) -> None:
     mlp.linear_fc1, mlp.linear_fc2 = adapted(mlp.linear_fc1), adapted(mlp.linear_fc2)
 
 
-def norm_behind(block: TransformerBlockSubmodules, *, adapters: bool) -> None:
-    """Moves the norms of attention and MLP after their output projections, in a block's spec.
+def norm_behind(
+    block: TransformerBlockSubmodules, *, adapters: bool, pre_norm: bool = False
+) -> None:
+    """Adds norms after the output projections of attention and MLP, in a block's spec, and removes
+    those before attention and MLP unless `pre_norm`.
 
     `adapters`: whether `allow_adapters` was applied, which separates norms from linear layers.
     """
     for layer in {id(layer): layer for layer in block.layer_specs}.values():
         parts = layer.submodules
-        parts.input_layernorm = parts.pre_mlp_layernorm = IdentityOp
         attention, mlp = parts.self_attention.submodules, parts.mlp.submodules
         attention.linear_proj = with_norm_behind(attention.linear_proj)
         mlp.linear_fc2 = with_norm_behind(mlp.linear_fc2)
+        if pre_norm:
+            continue
+        parts.input_layernorm = parts.pre_mlp_layernorm = IdentityOp
         if uses_transformer_engine() and not adapters:  # its fused layers contain the norm
             attention.linear_qkv = mlp.linear_fc1 = TEColumnParallelLinear
 
@@ -107,6 +113,13 @@ def norm_rotated_heads(block: TransformerBlockSubmodules) -> None:
         attention = layer.submodules.self_attention.submodules
         attention.q_layernorm = attention.k_layernorm = IdentityOp
         attention.core_attention = with_rotated_norm(attention.core_attention)
+
+
+def rotate_by_layer(block: TransformerBlockSubmodules) -> None:
+    """Lets each attention in a block's spec take the rotary embeddings of its own kind."""
+    for layer in {id(layer): layer for layer in block.layer_specs}.values():
+        attention = layer.submodules.self_attention
+        attention.module = with_own_rotary(attention.module)
 
 
 def scale_residual(block: TransformerBlockSubmodules, factor: float) -> None:

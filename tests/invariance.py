@@ -183,6 +183,7 @@ LATER = {
     "smollm3-window": LATER_DENSE,
     "granite": LATER_DENSE,
     "exaone4": LATER_DENSE,
+    "gemma3": LATER_DENSE,
     "hunyuan": LATER_DENSE,
 }
 LAYOUTS |= LATER

@@ -10,6 +10,7 @@ from transformers import (
     AutoModelForCausalLM,
     DeepseekV3Config,
     Exaone4Config,
+    Gemma3TextConfig,
     Glm4MoeConfig,
     GraniteConfig,
     HunYuanDenseV1Config,
@@ -80,6 +81,10 @@ GLM: dict[str, Any] = {
     for name, value in LATENT.items()
     if not name.endswith("_rank") and not name.startswith(("qk_", "v_"))
 } | {"num_key_value_heads": 2, "head_dim": 24, "attention_bias": True, "use_qk_norm": True}
+TWO_ROPES = {
+    "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e6},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 700.0},
+}
 VARIANTS: dict[str, tuple[type, dict[str, Any]]] = {
     "llama": (LlamaConfig, {"tie_word_embeddings": False}),
     "llama-tied-llama3-rope": (
@@ -169,6 +174,13 @@ VARIANTS: dict[str, tuple[type, dict[str, Any]]] = {
     "exaone4": (
         Exaone4Config,
         {"sliding_window": 6, "sliding_window_pattern": 3, "tie_word_embeddings": False},
+    ),
+    "gemma3": (
+        Gemma3TextConfig,
+        {
+            **{"sliding_window": 6, "sliding_window_pattern": 3, "head_dim": 32},
+            **{"query_pre_attn_scalar": 20, "rope_parameters": TWO_ROPES, "pad_token_id": None},
+        },
     ),
     "hunyuan": (HunYuanDenseV1Config, {"head_dim": 32, "pad_token_id": None}),
     "seed-oss": (SeedOssConfig, {"head_dim": 32, "tie_word_embeddings": False}),

@@ -68,7 +68,7 @@ PAIRS = [
     pytest.param("olmo2", 4, P(tensor=2, pipeline=2), 2, marks=pytest.mark.ranks),
     *(
         pytest.param(variant, 4, P(tensor=2, pipeline=2), 2, marks=pytest.mark.ranks)
-        for variant in ("arcee", "smollm3-window", "granite", "exaone4", "hunyuan")
+        for variant in ("arcee", "smollm3-window", "granite", "exaone4", "hunyuan", "gemma3")
     ),
     pytest.param("seed-oss", 4, P(tensor=4), 2, marks=pytest.mark.ranks),
     pytest.param("glm4-moe", 4, P(tensor=2, sequence=True, expert=2), 2, marks=pytest.mark.ranks),

@@ -445,7 +445,7 @@ def oracle_body(world: Any, folder: Path) -> Any:
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(
-    "variant", ["olmo2", "seed-oss", "arcee", "smollm3", "granite", "exaone4", "hunyuan"]
+    "variant", ["olmo2", "seed-oss", "arcee", "smollm3", "granite", "exaone4", "hunyuan", "gemma3"]
 )
 def test_vllm_says_what_transformers_says_in_a_process_of_its_own(
     variant: str, tmp_path: Path

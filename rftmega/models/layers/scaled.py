@@ -1,8 +1,11 @@
-"""Constant factors of embedding, attention, MLP and logits, as in Granite (arXiv:2405.04324)."""
+"""Constant factors of embedding, attention, MLP and logits, as in Granite (arXiv:2405.04324)
+and Gemma.
+"""
 
 from functools import cache
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 
@@ -22,10 +25,12 @@ def with_factor(linear: type, factor: float) -> type:
     return type(f"{linear.__name__}Scaled", (ScaledOutput, linear), {"factor": factor})
 
 
-def scale_output(module: nn.Module, factor: float) -> None:
-    """Multiplies what a module returns, one tensor, by `factor`."""
+def scale_output(module: nn.Module, factor: float, *, rounded: bool = False) -> None:
+    """Multiplies what a module returns, one tensor, by `factor`; `rounded`: by the factor rounded
+    to the tensor's dtype.
+    """
 
     def scaled(_module: nn.Module, _given: Any, output: Tensor) -> Tensor:
-        return output * factor
+        return output * (float(torch.tensor(factor, dtype=output.dtype)) if rounded else factor)
 
     module.register_forward_hook(scaled)

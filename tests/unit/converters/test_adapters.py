@@ -15,7 +15,7 @@ from tests.tiny_models import VARIANTS
 
 DENSE = [
     *("llama", "qwen2", "qwen3", "olmo2", "phi3", "seed-oss", "mistral-window"),
-    *("arcee", "smollm3", "granite", "exaone4", "hunyuan"),
+    *("arcee", "smollm3", "granite", "exaone4", "hunyuan", "gemma3"),
 ]
 
 

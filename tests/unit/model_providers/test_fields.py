@@ -56,6 +56,9 @@ SMALL_OF: dict[str, dict[str, Any]] = {
     "granite": {"attention_bias": False, "mlp_bias": False, "embedding_multiplier": 3.0, "logits_scaling": 1.5,
                 "residual_multiplier": 0.5, "attention_multiplier": 0.25},
     "exaone4": {"sliding_window": 4, "sliding_window_pattern": 2, "head_dim": 16},
+    "gemma3_text": {"hidden_activation": "gelu_pytorch_tanh", "attention_bias": False, "head_dim": 16, "sliding_window": 4,
+                    "query_pre_attn_scalar": 20, "tie_word_embeddings": True,
+                    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
     "hunyuan_v1_dense": {"attention_bias": False, "head_dim": 16, "eod_token_id": 3},
     "deepseek_v3": {
         "num_key_value_heads": 4, "q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4,
@@ -181,12 +184,12 @@ def compare(ours: ModelDescription, model: Any) -> None:
     assert (ours.layers, ours.hidden) == (len(layers), model.model.embed_tokens.embedding_dim)
     assert ours.vocabulary == model.lm_head.out_features
     assert ours.tied == (model.lm_head.weight is model.model.embed_tokens.weight)
-    assert (
-        ours.norm_epsilon
-        == model.model.norm.variance_epsilon
-        == layers[0].post_attention_layernorm.variance_epsilon
-    )
-    assert ours.post_norm == (not hasattr(layers[0], "input_layernorm"))
+    norms = (model.model.norm, layers[0].post_attention_layernorm)
+    for norm in norms:
+        assert ours.norm_epsilon == (norm.eps if hasattr(norm, "eps") else norm.variance_epsilon)
+        assert ours.zero_centered == (not norm.weight.any())
+    assert ours.pre_norm == hasattr(layers[0], "input_layernorm")
+    assert ours.post_norm == hasattr(layers[0], "post_feedforward_layernorm")
     assert ours.init_std == config.initializer_range
     assert ours.max_positions == config.max_position_embeddings
     assert ours.parameters == sum(parameter.numel() for parameter in model.parameters())
@@ -200,7 +203,7 @@ def compare(ours: ModelDescription, model: Any) -> None:
         assert ours.latent.rope_dim == 2 * len(model.model.rotary_emb.inv_freq)
     else:
         assert ours.head_dim == attention.head_dim
-        turned = 2 * len(model.model.rotary_emb.inv_freq)
+        turned = 2 * len(angles_of(model.model.rotary_emb))
         assert int(ours.head_dim * ours.rope.fraction) == turned
         rows = {
             name: getattr(attention, f"{name}_proj").out_features
@@ -224,9 +227,26 @@ def compare(ours: ModelDescription, model: Any) -> None:
     compare_unrotated(ours, model)
     compare_factors(ours, model)
     compare_experts(ours, layers, config)
-    frequencies, scale = frequencies_of(ours.rope, config, type(model.model.rotary_emb))
-    assert torch.equal(frequencies, model.model.rotary_emb.inv_freq)
-    assert scale == pytest.approx(model.model.rotary_emb.attention_scaling, rel=1e-9)
+    if ours.rope.local_base is None:
+        frequencies, scale = frequencies_of(ours.rope, config, type(model.model.rotary_emb))
+        assert torch.equal(frequencies, model.model.rotary_emb.inv_freq)
+        assert scale == pytest.approx(model.model.rotary_emb.attention_scaling, rel=1e-9)
+        return
+    steps = torch.arange(0, ours.head_dim, 2) / ours.head_dim
+    for kind, base, factor in (
+        ("full", ours.rope.base, ours.rope.factor),
+        ("sliding", ours.rope.local_base, 1.0),
+    ):
+        wanted = getattr(model.model.rotary_emb, f"{kind}_attention_inv_freq", None)
+        if wanted is None:
+            assert f"{kind}_attention" not in config.layer_types
+            continue
+        torch.testing.assert_close(1.0 / base**steps / factor, wanted)
+
+
+def angles_of(rotary: Any) -> Any:
+    names = ("inv_freq", "full_attention_inv_freq", "sliding_attention_inv_freq")
+    return next(getattr(rotary, name) for name in names if hasattr(rotary, name))
 
 
 def compare_windows(ours: ModelDescription, model: Any) -> None:
@@ -253,7 +273,8 @@ def compare_unrotated(ours: ModelDescription, model: Any) -> None:
 def compare_factors(ours: ModelDescription, model: Any) -> None:
     first, outer = model.model.layers[0], model.config
     assert ours.scales.residual == getattr(first, "residual_multiplier", 1.0)
-    assert ours.scales.embedding == getattr(model.model, "embedding_multiplier", 1.0)
+    usual = getattr(model.model.embed_tokens, "scalar_embed_scale", 1.0)
+    assert ours.scales.embedding == getattr(model.model, "embedding_multiplier", usual)
     assert 1.0 / ours.scales.logits == pytest.approx(getattr(outer, "logits_scaling", 1.0))
     if ours.scales.attention is not None:
         assert ours.scales.attention == first.self_attn.scaling
