@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 QUICK = "not ranks and not learning and not slurm and not gpu"
+UNCACHED = "PYTHONDONTWRITEBYTECODE"  # every process would compile what it imports
 MOST_REPEATED = 5  # tests; more than that is no accident
 ALONE = (
     "tests/distributed/test_left_behind.py",  # it looks for processes that nobody waits for
@@ -40,7 +41,8 @@ class Part:
             stderr=subprocess.STDOUT,
             text=True,
             errors="replace",
-            env=os.environ | {"OMP_WAIT_POLICY": "passive"},  # others need the core
+            env={name: value for name, value in os.environ.items() if name != UNCACHED}
+            | {"OMP_WAIT_POLICY": "passive"},  # others need the core
         )
         self.thread = threading.Thread(target=self._hand_on)
         self.thread.start()

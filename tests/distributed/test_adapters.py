@@ -566,6 +566,7 @@ def test_a_run_of_adapters_goes_on_bit_for_bit_from_a_checkpoint_that_holds_no_o
         assert ours == pytest.approx(theirs, rel=TOLERANCE)
 
 
+@pytest.mark.ranks
 def test_a_checkpoint_of_experts_with_adapters_is_read_under_another_layout(
     tmp_path: Path,
 ) -> None:

@@ -136,6 +136,7 @@ def test_with_overlap_and_many_buckets_nothing_stale_is_used(variant: str, tmp_p
         )
 
 
+@pytest.mark.ranks
 def test_norms_over_all_heads_and_behind_layers_learn_as_in_one_process(tmp_path: Path) -> None:
     folder = save_tiny(tmp_path, "olmo2")
     (alone,) = runs_of(folder, ALONE, [Setting()])

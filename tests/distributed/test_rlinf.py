@@ -108,7 +108,9 @@ async def received(actor: Any, sent: list[SentRollout]) -> None:
     ("processes", "layout"),
     [
         pytest.param(2, ["backend=fsdp"], id="fsdp"),
-        pytest.param(4, ["parallel.tensor=2", "parallel.pipeline=2"], id="TP2 x PP2"),
+        pytest.param(
+            4, ["parallel.tensor=2", "parallel.pipeline=2"], id="TP2 x PP2", marks=pytest.mark.ranks
+        ),
     ],
 )
 def test_an_actor_driven_by_its_calls_alone_takes_the_steps_of_a_run(

@@ -151,7 +151,9 @@ TP2 = {"tensor": 2, "sequence": True}
             "qwen3", {}, {"transport": "shared_memory"}, True, id="shared memory",
             marks=pytest.mark.ranks,
         ),
-        pytest.param("qwen3", {}, {"transport": "network"}, False, id="network"),
+        pytest.param(
+            "qwen3", {}, {"transport": "network"}, False, id="network", marks=pytest.mark.ranks
+        ),
         pytest.param("qwen3", {}, {"transport": "disk"}, True, id="disk", marks=pytest.mark.ranks),
         pytest.param(
             "qwen2", TP2, {"transport": "network", "tensor": 2}, True, id="network, two workers",

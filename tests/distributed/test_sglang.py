@@ -114,6 +114,7 @@ def patient_body(world: Any, folder: Path, logs: Path, rollout: Any) -> Any:
     return in_flight_body(world, folder, logs, "wait", length=SHORT, **rollout)
 
 
+@pytest.mark.ranks
 def test_weights_that_wait_for_long_answers_are_not_sent_before(tmp_path: Path) -> None:
     folder = save_tiny(tmp_path / "model", "qwen3")
     with sglang(folder, PACE) as address:
@@ -131,6 +132,7 @@ def aloof_body(world: Any, folder: Path, logs: Path, rollout: Any) -> Any:
         trainer.engine.close()
 
 
+@pytest.mark.ranks
 def test_a_server_that_says_that_it_joined_and_did_not_misses_the_push(tmp_path: Path) -> None:
     folder = save_tiny(tmp_path / "model", "qwen3")
     with sglang(folder) as first, sglang(folder, "--aloof") as second:

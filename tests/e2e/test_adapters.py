@@ -132,6 +132,7 @@ def test_servers_that_take_adapters_give_the_run_of_an_engine_that_takes_merged_
             assert line[name] == pytest.approx(expected[name], rel=1e-3, abs=1e-5), name
 
 
+@pytest.mark.ranks
 def test_ppo_whose_policy_and_critic_have_adapters_goes_on_as_if_it_had_not_ended(
     arithmetic: Path, tmp_path: Path
 ) -> None:

@@ -82,8 +82,8 @@ def run_cells(folder: Path, tmp_path: Path, *given: str) -> "subprocess.Complete
 @pytest.mark.parametrize(
     ("engine", "backend"),
     [
-        ("vllm", "megatron"),
-        pytest.param("transformers", "fsdp", marks=pytest.mark.ranks),
+        pytest.param("vllm", "megatron", marks=pytest.mark.ranks),
+        ("transformers", "fsdp"),
     ],
 )
 def test_a_run_succeeds_after_runs_that_failed_in_the_same_interpreter(

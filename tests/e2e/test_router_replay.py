@@ -50,7 +50,8 @@ def of_engine(engine: str) -> tuple[str, ...]:
     return f"rollout.engine={engine}", "algorithm.importance_sampling=token"
 
 
-@pytest.mark.parametrize("engine", ["transformers", pytest.param("vllm", marks=pytest.mark.ranks)])
+@pytest.mark.ranks
+@pytest.mark.parametrize("engine", ["transformers", "vllm"])
 def test_in_float32_the_engines_routes_are_those_of_the_scoring_pass(
     engine: str, moe: Path, tmp_path: Path
 ) -> None:

@@ -121,6 +121,7 @@ MISTAKES = (
 )
 
 
+@pytest.mark.ranks
 def test_a_planted_mistake_stops_the_build(copy: Path) -> None:
     """Each is a warning, of which one is enough where the build is strict."""
     for file, text, _ in MISTAKES:

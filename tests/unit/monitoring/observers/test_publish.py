@@ -125,6 +125,7 @@ writer.on_end(None)
 """
 
 
+@pytest.mark.ranks
 def test_trackio_has_every_step_and_a_resumed_run_goes_on_there(tmp_path: Path) -> None:
     pytest.importorskip("trackio")
     for given in (("0", "anew"), ("1", "resumed")):
@@ -157,6 +158,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
+@pytest.mark.ranks
 def test_a_killed_run_leaves_no_folders_of_wandb_but_in_its_own_until_the_next_start(
     tmp_path: Path,
 ) -> None:
