@@ -239,16 +239,19 @@ class LayerNormLinear(Linear):
         eps: float,
         normalization: str,
         params_dtype: torch.dtype,
+        zero_centered_gamma: bool = False,
         **rest: Any,
     ):
         super().__init__(in_features, out_features, params_dtype=params_dtype, **rest)
+        self.zero_centered_gamma = zero_centered_gamma
         assert normalization == "RMSNorm", normalization
         self.eps = eps
         self.layer_norm_weight = Parameter(torch.ones(in_features, dtype=params_dtype))
         self.layer_norm_weight.sequence_parallel = self.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor, is_first_microbatch: bool | None = None) -> Any:
-        return super().forward(F.rms_norm(x, x.shape[-1:], self.layer_norm_weight, self.eps))
+        weight = self.layer_norm_weight + 1.0 * self.zero_centered_gamma
+        return super().forward(F.rms_norm(x, x.shape[-1:], weight, self.eps))
 
 
 class GroupedLinear(_Base):
@@ -302,15 +305,17 @@ class RMSNorm(Module):
         eps: float,
         sequence_parallel: bool,
         params_dtype: torch.dtype,
+        zero_centered_gamma: bool = False,
         **_: Any,
     ):
         super().__init__()
-        self.eps = eps
+        self.eps, self.zero_centered_gamma = eps, zero_centered_gamma
         self.weight = Parameter(torch.ones(hidden_size, dtype=params_dtype))
         self.weight.sequence_parallel = sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, x.shape[-1:], self.weight, self.eps)
+        weight = self.weight + 1.0 * self.zero_centered_gamma
+        return F.rms_norm(x, x.shape[-1:], weight, self.eps)
 
 
 def places(edges: list[int], processes: int) -> Tensor:

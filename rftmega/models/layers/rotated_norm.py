@@ -7,6 +7,7 @@ from functools import cache
 from typing import Any
 
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor
 
 from rftmega.models.layers.norm import RMSNorm
@@ -29,6 +30,19 @@ class RotatedNorm:
     def forward(self, query: Tensor, key: Tensor, *given: Any, **named: Any) -> Tensor:
         normed = self.q_layernorm(query), self.k_layernorm(key)
         found: Tensor = super().forward(*normed, *given, **named)  # type: ignore[misc]
+        return found
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: Any = None
+    ) -> dict[str, Any]:
+        """Returns the norms, which every tensor-parallel rank has whole, for Megatron's distributed
+        checkpoints; core attentions have no parameters of their own.
+        """
+        norms = {"q_layernorm": self.q_layernorm, "k_layernorm": self.k_layernorm}
+        state = {f"{name}.weight": norm.weight for name, norm in norms.items()}
+        found: dict[str, Any] = make_sharded_tensors_for_checkpoint(
+            state, prefix, sharded_offsets=sharded_offsets
+        )
         return found
 
 
