@@ -79,6 +79,12 @@ OWN: dict[str, dict[str, Any]] = {
     },
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
     "gemma3n_text": {"num_kv_shared_layers": 0, "hidden_size_per_layer_input": HEAD},
+    # two layers: behind four, float32 is further from float64 than the bounds in transformers itself
+    "gemma4_text": {
+        **{"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]},
+        **{"per_layer_config": {"1": {"head_dim": 2 * HEAD}}, "hidden_size_per_layer_input": HEAD},
+    },
+    "xlstm": {"num_blocks": 2},
     "gpt_neo": {"attention_types": [[["global", "local"], LAYERS // 2]]},
     "hunyuan_v1_dense": {"head_dim": HEAD},
     "hunyuan_v1_moe": {"head_dim": HEAD},

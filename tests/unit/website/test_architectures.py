@@ -7,8 +7,8 @@ from website.architectures import architectures_page
 
 NUMBERS = {
     "log-probs": 4.6e-7,
-    "gradient": 2e-5,
-    "steps": 3e-5,
+    "gradient": 2e-6,
+    "steps": 3e-6,
     "push": 1e-6,
     "export": 1e-6,
     "resume": 0.0,
@@ -17,14 +17,14 @@ NUMBERS = {
 
 def test_the_page_has_a_table_of_each_outcome(tmp_path: Path) -> None:
     rows = [
-        {"type": "fits", "verdict": "ok", **NUMBERS, "steps of float32": 1.4e-5},
+        {"type": "fits", "verdict": "ok", **NUMBERS},
         {"type": "other", "verdict": "refused", "refused": "build: FOLDER | has <no> layers."},
     ]
     record = tmp_path / "architectures.json"
     found = {"command": "make sweep", "date": "2026-12-01", "machine": "CPU", "rows": rows}
     record.write_text(json.dumps(found))
     page = architectures_page(record)
-    assert "| `fits` | 5e-07 | 2e-05 | 3e-05* | 1e-06 | 1e-06 | 0e+00 |" in page
+    assert "| `fits` | 5e-07 | 2e-06 | 3e-06 | 1e-06 | 1e-06 | 0e+00 |" in page
     assert "## 1 types are trained" in page
     assert "| `other` | FOLDER \\| has &lt;no> layers. |" in page
     assert "could not be tried" not in page
