@@ -41,7 +41,7 @@ test: check  ## what CI runs: the tests in two processes at once
 check: site  ## style, formatting and types; the site, with every link
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy rftmega benchmarks website train_rl.py
+	$(BIN)/mypy --num-workers 2 rftmega benchmarks website train_rl.py
 
 site: $(READY)  ## the pages of docs/ as a site, build/site/index.html; a link or an anchor that is not there is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet

@@ -15,6 +15,7 @@ def tell(sender: Connection) -> None:
     sender.send("rftmega.backends.megatron" in sys.modules)
 
 
+@pytest.mark.ranks
 def test_ranks_find_their_imports_whatever_another_module_asks_of_multiprocessing() -> None:
     multiprocessing.set_forkserver_preload(["json"])  # decides for multiprocessing's own server
     receiver, sender = CONTEXT.Pipe(duplex=False)

@@ -486,7 +486,7 @@ MANY_READERS = (
 @pytest.mark.parametrize(
     ("variant", "targets", "readers"),
     [
-        ("qwen3", MERGED, FEW_READERS),
+        pytest.param("qwen3", MERGED, FEW_READERS, marks=pytest.mark.ranks),
         pytest.param("qwen3", MERGED, MANY_READERS, marks=pytest.mark.ranks),
         pytest.param("qwen3", WITH_VOCABULARY, MANY_READERS, marks=pytest.mark.ranks),
         pytest.param("qwen3-moe", MERGED, MANY_READERS, marks=pytest.mark.ranks),

@@ -245,7 +245,7 @@ def test_backward_and_optimizer_step_take_the_trainers_own_steps(
     assert_alike(ranks)
 
 
-@pytest.mark.parametrize("layout", ["fsdp", "TP2"])
+@pytest.mark.parametrize("layout", [pytest.param("fsdp", marks=pytest.mark.ranks), "TP2"])
 def test_so_they_do_with_images(layout: str, tmp_path: Path) -> None:
     folder = save_tiny_vision(tmp_path / "model", "qwen3_vl")
     assert_alike(run_ranks(2, vision_body, folder, tmp_path / "out", *LAYOUTS[layout]))
@@ -377,7 +377,7 @@ def advantages_by_hand(
     return found[::-1]
 
 
-@pytest.mark.parametrize("layout", ["fsdp", "TP2"])
+@pytest.mark.parametrize("layout", ["fsdp", pytest.param("TP2", marks=pytest.mark.ranks)])
 def test_a_critic_learns_by_its_own_steps_and_by_backward(layout: str, tmp_path: Path) -> None:
     folder = save_tiny(tmp_path / "model", "qwen3-tied")
     value_model = save_reward_model(tmp_path, "qwen3-tied", bias=True)

@@ -107,7 +107,7 @@ async def received(actor: Any, sent: list[SentRollout]) -> None:
 @pytest.mark.parametrize(
     ("processes", "layout"),
     [
-        pytest.param(2, ["backend=fsdp"], id="fsdp"),
+        pytest.param(2, ["backend=fsdp"], id="fsdp", marks=pytest.mark.ranks),
         pytest.param(
             4, ["parallel.tensor=2", "parallel.pipeline=2"], id="TP2 x PP2", marks=pytest.mark.ranks
         ),

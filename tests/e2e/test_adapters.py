@@ -83,7 +83,8 @@ def assert_exports_the_products(model: Path, output: Path) -> None:
             assert torch.equal(merged[name], start[name]) != trained, name
 
 
-@pytest.mark.parametrize("ends", [(2,), pytest.param((2, 3), marks=pytest.mark.ranks)])
+@pytest.mark.ranks
+@pytest.mark.parametrize("ends", [(2,), (2, 3)])
 def test_a_run_that_pushes_adapters_as_adapters_has_the_gap_and_the_numbers_of_one_that_merges_them(
     ends: tuple[int, ...], arithmetic: Path, tmp_path: Path
 ) -> None:

@@ -4,10 +4,13 @@ alone.
 
 from pathlib import Path
 
+import pytest
+
 from rftmega.core.errors import Diverged
 from tests.e2e.conftest import Run, metrics_of
 
 
+@pytest.mark.ranks
 def test_a_run_that_takes_no_more_optimizer_steps_ends_with_its_own_code(
     arithmetic: Path, tmp_path: Path, train: Run
 ) -> None:
