@@ -36,8 +36,8 @@ def block_scales(hf_config: Mapping[str, Any]) -> BlockScales | None:
     if not isinstance(said, dict) or said.get("quant_method") != METHOD:
         method = said.get("quant_method") if isinstance(said, dict) else said
         raise CheckpointError(
-            f"{FIELD} quant_method={method!r} is not read; {METHOD!r} with weight_block_size is. Convert the folder to bfloat16 "
-            "first: quantised weights can't be trained."
+            f"{FIELD} quant_method={method!r} is not read; {METHOD!r} with weight_block_size and 'mxfp4' are. Take a folder in "
+            "bfloat16: quantised weights can't be trained."
         )
     block = said.get("weight_block_size")
     if not isinstance(block, list) or len(block) != 2 or not all(is_whole(n, 1) for n in block):

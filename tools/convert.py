@@ -3,6 +3,7 @@ one tensor at a time.
 
     convert.py to-megatron HF_DIR OUT [--tp 2 --pp 2 ...]   every layout can read OUT; the layout given here reads it fastest
     convert.py to-hf CHECKPOINT OUT                         CHECKPOINT is Megatron's, or a run's (the latest of checkpoints/)
+    convert.py to-plain HF_DIR OUT                          writes plain safetensors weights for FP8, MXFP4 or pytorch_model.bin
     convert.py merge HF_DIR ADAPTER OUT                     merges a PEFT folder into its model's weights
     convert.py extract HF_DIR TRAINED OUT --rank 16         approximates the difference of two models by adapters
     convert.py checksums HF_DIR                             writes checksums for model.verify; to-hf writes them, too
@@ -53,6 +54,11 @@ def arguments(given: list[str] | None) -> argparse.Namespace:
         command.add_argument(
             "--verify", action="store_true", help="then compare OUT with the source"
         )
+    to_plain = commands.add_parser(
+        "to-plain", help="FP8, MXFP4 or *.bin weights -> plain safetensors in the model's dtype"
+    )
+    to_plain.add_argument("source", type=Path, metavar="HF_DIR")
+    to_plain.add_argument("target", type=Path, metavar="OUT")
     merge = commands.add_parser("merge", help="a model and a PEFT folder -> Hugging Face folder")
     merge.add_argument("source", type=Path, metavar="HF_DIR")
     merge.add_argument("adapter", type=Path, metavar="ADAPTER")
@@ -117,6 +123,8 @@ def run(chosen: argparse.Namespace) -> int:
 
         write_sums(chosen.source)
         return 0
+    if chosen.command == "to-plain":
+        return of_plain(chosen.source, chosen.target)
     if chosen.command in ("merge", "extract"):
         return of_adapters(chosen)
     import rftmega.runtime.device.before_megatron  # noqa: F401
@@ -157,6 +165,17 @@ def run(chosen: argparse.Namespace) -> int:
             sys.stdout.write(
                 f"logits differ by {logit_difference(chosen.source, chosen.target):.1e} at most\n"
             )
+    return 0
+
+
+def of_plain(source: Path, target: Path) -> int:
+    """Writes the folder `source` with plain weights to `target`. Returns the exit code 0."""
+    from rftmega.run.conversion.plain import to_plain
+    from rftmega.run.conversion.progress_bar import progress_bar
+
+    with progress_bar(source, "to plain weights") as bar:
+        changed = to_plain(source, target, progress=bar.update)
+    sys.stdout.write(f"{target}: {changed or 'config.json is unchanged'}\n")
     return 0
 
 

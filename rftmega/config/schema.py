@@ -863,8 +863,8 @@ class TrainerConfig:
     """
 
     trajectories: NotNegativeInt = 10
-    """Save samples of the first and every n-th step to output/trajectories (about 20 bytes per
-    token); 0: never.
+    """Save samples of the first, every n-th and the last step to output/trajectories (about 20 bytes
+    per token), and the completions of each evaluation to output/evaluations; 0: never.
     """
 
     trajectories_mib: Count = 1024
@@ -879,8 +879,8 @@ class TrainerConfig:
     """
 
     export_quantised: bool = False
-    """Export in FP8, with scales, the weights that are quantised in model.path
-    (docs/supported_architectures.md).
+    """Export the weights that are quantised in model.path (FP8 with scales, or MXFP4) in the same
+    format (docs/supported_architectures.md).
     """
 
     push_to_hub: str = ""

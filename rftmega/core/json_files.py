@@ -97,9 +97,11 @@ def read_json_object(
     return value
 
 
-def read_weight_map(path: Path, *, raising: type[RFTMegaError] = CheckpointError) -> dict[str, str]:
+def read_weight_map(
+    path: Path, *, ending: str = ".safetensors", raising: type[RFTMegaError] = CheckpointError
+) -> dict[str, str]:
     """Reads the index of a Hugging Face model folder: tensor name -> name of the file in that
-    folder.
+    folder. `ending`: of those files' names.
 
     Raises an error of class `raising` if the file is not such an index.
     """
@@ -109,13 +111,9 @@ def read_weight_map(path: Path, *, raising: type[RFTMegaError] = CheckpointError
             f"{path} is no index of weights: its weight_map is {kind_of(found)}, not tensors and their files."
         )
     for name, file in found.items():
-        if (
-            not isinstance(file, str)
-            or file != Path(file).name
-            or not file.endswith(".safetensors")
-        ):
+        if not isinstance(file, str) or file != Path(file).name or not file.endswith(ending):
             raise raising(
-                f"{path} names {str(file)[:80]!r} for {name[:80]!r}, which is no *.safetensors file in its folder."
+                f"{path} names {str(file)[:80]!r} for {name[:80]!r}, which is no *{ending} file in its folder."
             )
     return found
 

@@ -18,7 +18,6 @@ from rftmega.config.capabilities import backend_of, engine_of
 from rftmega.config.validation import violations
 from rftmega.converters import shard_shape, table
 from rftmega.converters.adapters import adapted_layers
-from rftmega.converters.block_scales import block_scales
 from rftmega.core.errors import CheckpointError, ConfigError
 from rftmega.core.json_files import read_json_object
 from rftmega.core.shards import LINEAR, OF_VOCABULARY
@@ -35,6 +34,7 @@ from rftmega.model_providers.placement import holdings
 from rftmega.models.hf.hf_folder import HFFolder
 from rftmega.models.hf.peft_folder import CONFIG as PEFT_CONFIG
 from rftmega.models.hf.peft_folder import PEFTFolder
+from rftmega.models.hf.quantised_folder import is_quantised
 from rftmega.models.known_fields import ignore
 from rftmega.rollout.servers.vllm import auth
 from rftmega.run import run_end
@@ -311,9 +311,9 @@ def _quantised(config: RunConfig) -> list[str]:
     """
     if not config.trainer.export_quantised:
         return []
-    if block_scales(read_json_object(Path(config.model.path) / "config.json")) is None:
+    if not is_quantised(read_json_object(Path(config.model.path) / "config.json")):
         return [
-            f"trainer.export_quantised=true: model.path={config.model.path} has no 8-bit weights with scales (no "
+            f"trainer.export_quantised=true: model.path={config.model.path} has no quantised weights (no "
             "quantization_config in its config.json), which the trained ones could be written like. Leave it out."
         ]
     return []

@@ -91,7 +91,9 @@ def reinforce(config: RunConfig) -> int:
         with undone(world, strategy.close):
             trainer = Algorithm(config).reinforced(strategy, trained, ptx=ptx, stop=stop)
             parts: dict[str, Any] = {"data": prompts, "trainer": trainer}
-            evaluation = evaluation_of_prompts(config, held_out, reward)
+            evaluation = evaluation_of_prompts(
+                config, held_out, reward, tokenizer, is_main=world.is_main
+            )
             trainer.callbacks = [
                 ControlTokensInData(tokenizer.named),
                 *callbacks_of(

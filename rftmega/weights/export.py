@@ -8,12 +8,9 @@ from pathlib import Path
 from torch import Tensor
 
 from rftmega.converters import stacks_of
-from rftmega.converters.block_scales import block_scales
 from rftmega.core.errors import CheckpointError
 from rftmega.core.json_files import read_json_object
 from rftmega.models.hf import export_folder
-from rftmega.models.hf.block_scaled_files import BlockScaledFolder
-from rftmega.models.hf.block_scaled_writing import Quantising
 from rftmega.models.hf.classifier import say_classifier
 from rftmega.models.hf.hf_folder import (
     PlannedTensor,
@@ -22,6 +19,7 @@ from rftmega.models.hf.hf_folder import (
     write_index,
     write_shard,
 )
+from rftmega.models.hf.quantised_folder import Quantising
 from rftmega.models.hf.stacked_files import Stacking
 from rftmega.runtime.parallel.collectives import gather_objects
 from rftmega.weights.gather import Exporter
@@ -169,11 +167,4 @@ def _write_beside(source: Path, draft: Path, *, classifier: bool, quantised: boo
 
 
 def _quantising(source: Path) -> Quantising:
-    """Returns a Quantising with the block-scale layout and the quantised tensors of `source`.
-
-    Raises CheckpointError if the weights of `source` are not quantised.
-    """
-    layout = block_scales(read_json_object(source / "config.json"))
-    if layout is None:
-        raise CheckpointError(f"{source} has no quantised weights, as which to write others.")
-    return Quantising(layout, BlockScaledFolder(source, layout).scaled)
+    return Quantising.like(source, read_json_object(source / "config.json"))

@@ -320,6 +320,8 @@ def test_with_vllm_the_engine_follows_the_trainer_and_the_export_is_a_model(
     assert all(step["logprob_gap_max"] < 1e-4 for step in steps[1:])
     assert "eval_exact_match" in steps[0]
     assert "eval_exact_match" in steps[-1]
+    names = [path.name for path in sorted((tmp_path / "evaluations").iterdir())]
+    assert names == ["step_000000.jsonl.gz", "step_000002.jsonl.gz"]
     assert list((tmp_path / "tensorboard").iterdir())
     before, after = (
         AutoModelForCausalLM.from_pretrained(p) for p in (arithmetic / "model", tmp_path / "policy")

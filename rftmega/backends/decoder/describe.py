@@ -12,6 +12,7 @@ from rftmega.model_providers.description import Experts, ModelDescription, descr
 from rftmega.model_providers.hf_config import read_hf_config
 from rftmega.model_providers.rope import Rope
 from rftmega.model_providers.tower import VisionTower
+from rftmega.models.hf.quantised_folder import is_quantised
 
 CHANGING = ("dynamic", "longrope")  # RoPE types whose angles depend on the longest row
 # Vision-language models whose images `rftmega.data.media` supports. Not qwen3_vl_moe: transformers
@@ -51,7 +52,7 @@ def read_config(path: str | Path) -> Any:
 
     Raises CheckpointError if backend=fsdp can't train the model, because its type is unknown to
     transformers or no causal language model, or because it has an unsupported vision or audio
-    encoder, quantised weights or bidirectional attention.
+    encoder, weights quantised in a format that can't be read, or bidirectional attention.
     """
     from transformers import AutoConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -82,10 +83,8 @@ def read_config(path: str | Path) -> Any:
         raise CheckpointError(
             f"{path}: model_type={config.model_type} can't be trained with backend=fsdp: {why}.{_other(path)}"
         )
-    if getattr(config, "quantization_config", None):
-        raise CheckpointError(
-            f"{path}: quantization_config: quantised weights can't be trained. Convert the folder to bfloat16 first."
-        )
+    if is_quantised(read_json_object(Path(path) / "config.json")):
+        del config.quantization_config  # the trainer's weights are not
     for field, causal in (("use_bidirectional_attention", False), ("causal", True)):
         if getattr(config, field, causal) not in (causal, None):
             raise CheckpointError(

@@ -51,6 +51,7 @@ from rftmega.model_providers.learning_mode import allow_recomputation, learn
 from rftmega.model_providers.output_head import names_of_head
 from rftmega.models.hf.hf_folder import HFFolder, is_finite
 from rftmega.models.hf.peft_folder import PEFTFolder, beginning
+from rftmega.models.hf.quantised_folder import open_quantised
 from rftmega.runtime import device
 from rftmega.runtime.device.random_stream import RandomStream
 from rftmega.runtime.device.residency import ADAM, GRADIENTS, MAIN_PARAMETERS, PARAMETERS, Residency
@@ -80,7 +81,7 @@ class FSDPModelManager:
                 f"{cfg.model.path} is a distributed checkpoint of Megatron, and backend=fsdp reads Hugging Face folders. "
                 "Convert it with `python tools/convert.py to-hf`, or take backend=megatron."
             )
-        files = HFFolder(cfg.model.path)
+        files = open_quantised(cfg.model.path, self.hf_config)
         path = cfg.model.path
         self.unpacked: str | None = None  # why rows are padded; None: they are packed
         built = with_head(

@@ -124,8 +124,13 @@ def _weights(folder: Path) -> list[str]:
             for n in named
             if not (folder / n).is_file()
         ]
-    if not list(folder.glob("*.safetensors")):
+    if list(folder.glob("*.safetensors")):
+        return []
+    said = f"model.path={folder} holds no *.safetensors weights"
+    if list(folder.glob("pytorch_model*.bin")):
+        return [f"{said}, but *.bin files. Convert them: rftmega convert to-plain {folder} OUT"]
+    if files := sorted(folder.glob("*.gguf")):
         return [
-            f"model.path={folder} holds no *.safetensors weights. Convert or download them first."
+            f"{said}, but a GGUF file. Convert it: python examples/smollm/make_model.py OUT --gguf {files[0]}"
         ]
-    return []
+    return [f"{said}. Convert or download them first."]

@@ -1,10 +1,11 @@
-"""Reads folders of FP8 weights that have one scale per block of a matrix.
+"""Reads folders of FP8 weights that have one scale per block of a matrix, like DeepSeek-V3's
+published weights, and writes them.
 
 A weight is read in the model's dtype: its FP8 numbers in float32 times the scale of their block.
 Rows of blocks are dequantised one at a time, so that no more than the weight itself is in memory.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ from torch import Tensor
 from rftmega.converters.block_scales import BlockScales
 from rftmega.core.errors import CheckpointError
 from rftmega.core.shards import SCALES
-from rftmega.models.hf.hf_folder import HFFolder, bytes_of
+from rftmega.models.hf.hf_folder import HFFolder, PlannedTensor, bytes_of
+from rftmega.models.kernels.block_scaled import NUMBERS, quantise
 
 STORED = "F8_E4M3"
 
@@ -111,3 +113,27 @@ class BlockScaledFolder(HFFolder):
 
     def _is_scaled(self, name: str) -> bool:
         return name + SCALES in self._scales
+
+
+class BlockScaledFormat:
+    """BlockScaledFormat writes a weight as FP8 numbers and scales: a format of `Quantising`."""
+
+    def __init__(self, layout: BlockScales):
+        self._layout = layout
+
+    def planned(self, tensor: PlannedTensor) -> list[PlannedTensor]:
+        """Returns the two tensors that `tensor` is written as."""
+        rows, columns = tensor.shape
+        blocks = (-(-rows // self._layout.rows), -(-columns // self._layout.columns))
+        return [
+            PlannedTensor(tensor.name, NUMBERS, tensor.shape),
+            PlannedTensor(tensor.name + SCALES, torch.float32, blocks),
+        ]
+
+    def stored(self, name: str, weight: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """Yields numbers and scales of `weight`. Raises CheckpointError for NaN or infinity in it."""
+        numbers, scales = quantise(weight, self._layout.rows, self._layout.columns)
+        if not scales.isfinite().all():
+            raise CheckpointError(f"{name} holds NaN or infinity, so it is not written.")
+        yield name, numbers
+        yield name + SCALES, scales

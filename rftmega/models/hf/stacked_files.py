@@ -12,28 +12,25 @@ import torch
 from torch import Tensor
 
 from rftmega.converters import stacks_of
-from rftmega.converters.block_scales import block_scales
 from rftmega.converters.stacks import Place, Stack
 from rftmega.core.errors import CheckpointError
-from rftmega.models.hf.block_scaled_files import BlockScaledFolder
 from rftmega.models.hf.hf_folder import HFFolder, PlannedTensor, checksum, read_into
+from rftmega.models.hf.quantised_folder import is_quantised, open_quantised
 
 
 def open_folder(folder: str | Path, hf_config: Mapping[str, Any]) -> HFFolder:
-    """Opens the weights of a folder with the reader that its config requires: block-scaled, stacked
-    or plain.
-    Raises CheckpointError as HFFolder, UnstackedFolder and BlockScaledFolder do, and for a folder
-    with both stacked and block-scaled weights.
+    """Opens the weights of a folder with the reader that its config requires: quantised, stacked or
+    plain.
+    Raises CheckpointError as the readers do, and for a folder with both stacked and quantised
+    weights.
     """
-    stacks, scales = stacks_of(hf_config), block_scales(hf_config)
-    if stacks and scales:
+    stacks = stacks_of(hf_config)
+    if stacks and is_quantised(hf_config):
         raise CheckpointError(
             f"{folder}: quantised weights of a family whose folders hold a layer's experts in one tensor are not read. Convert "
-            "the folder to bfloat16 first."
+            f"the folder first: rftmega convert to-plain {folder} OUT"
         )
-    if scales:
-        return BlockScaledFolder(folder, scales)
-    return UnstackedFolder(folder, stacks) if stacks else HFFolder(folder)
+    return UnstackedFolder(folder, stacks) if stacks else open_quantised(folder, hf_config)
 
 
 class MatrixSlice:

@@ -24,6 +24,7 @@ from rftmega.monitoring.observers.evaluate_rows import (
     cross_entropy_of,
     preference_of,
 )
+from rftmega.monitoring.observers.evaluation_files import EvaluationFiles
 from rftmega.monitoring.observers.exporting import Exporting
 from rftmega.monitoring.observers.health import Divergence, MixedGroups, UndecidedLimit
 from rftmega.monitoring.observers.metric_writers import JSONLines, Progress, TensorBoard
@@ -49,13 +50,20 @@ class Text(Protocol):
 
 
 def evaluation_of_prompts(
-    config: RunConfig, held_out: Mapping[str, Sequence[Prompt]], reward: Reward
+    config: RunConfig,
+    held_out: Mapping[str, Sequence[Prompt]],
+    reward: Reward,
+    text: Text,
+    *,
+    is_main: bool,
 ) -> Evaluation:
     """Returns the callback that evaluates the policy by generating completions of prompts and
     scoring them with `reward`, with the options trainer.eval_*. `held_out`: evaluation set's name
-    -> its prompts.
+    -> its prompts; `text`: the tokenizer that completions are written with; `is_main`: whether this
+    is the main process, the only one that writes them.
     """
     chosen = config.trainer
+    files = EvaluationFiles(f"{chosen.output}/evaluations", text.decode, warn=_warns(config))
     answering = Answering(
         chosen.eval_samples,
         Sampling(chosen.eval_temperature, chosen.eval_top_p, chosen.eval_top_k, chosen.eval_min_p),
@@ -69,6 +77,7 @@ def evaluation_of_prompts(
         every=chosen.eval_every,
         last=chosen.steps,
         adapters=tuple(config.model.lora.evaluated),
+        report=files if is_main and chosen.trajectories else None,
     )
 
 
@@ -117,6 +126,7 @@ def observers_of(
                 text.decode,
                 text.pieces,
                 every=chosen.trajectories,
+                last=chosen.steps,
                 most_bytes=most_bytes,
                 chat=RunChat.of(config, text.chat),
                 warn=_warns(config),

@@ -4,7 +4,7 @@ completions and without side effects on the training.
 
 import random
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -31,6 +31,21 @@ class Answering(NamedTuple):
     pass_at: tuple[int, ...] = ()  # each k at most `samples`
     # the reward component that is 1 or more for a correct completion
     accuracy: str = "exact_match"
+
+
+class Evaluated(NamedTuple):
+    """Evaluated holds a completion of an evaluation prompt, and what it scored."""
+
+    name: str  # of the evaluation set, "" for a single set
+    adapter: str  # the LoRA adapter that was evaluated, "": the policy
+    sample: int  # index among the completions of the prompt
+    prompt: Prompt
+    rollout: Rollout
+    scores: Mapping[str, float]  # reward components; empty for a lost rollout
+
+
+# called on all processes after an evaluation, with the step
+Report = Callable[[int, Sequence[Evaluated]], None]
 
 
 class Evaluation(Observer):
@@ -72,14 +87,16 @@ class Evaluate(Evaluation):
         every: int,
         last: int,
         adapters: Sequence[str] = (),
+        report: Report | None = None,
     ):
         """Stores the settings. `held_out`: evaluation set's name -> its prompts; `reward`: scores
         the completions; `answering`: sampling and metrics; `every`, `last`: the steps after which
         the policy is evaluated; `adapters`: names of LoRA adapters that are evaluated in addition
-        to the policy.
+        to the policy; `report`: receives all completions of each evaluation.
         """
         super().__init__(held_out, every=every, last=last)
         self.reward, self.answering, self.adapters = reward, answering, adapters
+        self.report = report
 
     def evaluate(self, trainer: Any) -> Metrics:
         """Evaluates the policy. Returns for each evaluation set the mean of every reward component
@@ -89,29 +106,28 @@ class Evaluate(Evaluation):
         "eval_seconds" is the total time of the evaluation.
         """
         begin = time.perf_counter()
-        metrics = self._answered(trainer)
+        found = self._completed(trainer)
         for adapter in self.adapters:
             # at each evaluation, so that a resumed run finds the same requests in its journal
             with trainer.engine.answering_with(adapter):
-                metrics |= self._answered(trainer, adapter)
-        return metrics | {"eval_seconds": time.perf_counter() - begin}
+                found += self._completed(trainer, adapter)
+        if self.report:
+            self.report(trainer.step, found)
+        return self._measured(found) | {"eval_seconds": time.perf_counter() - begin}
 
-    def _answered(self, trainer: Any, adapter: str = "") -> Metrics:
-        """Generates and scores completions of all evaluation sets, and returns the metrics of each
-        set. `adapter`: name of the adapter that the engine was told to use, which becomes part of
-        the metrics' names; "": the policy.
+    def _completed(self, trainer: Any, adapter: str = "") -> list[Evaluated]:
+        """Generates and scores completions of all evaluation sets. Returns them set by set, with
+        the completions of a prompt next to each other. `adapter`: name of the adapter that the
+        engine was told to use, "": the policy.
         """
-        samples = self.answering.samples
         requests = [
-            (prompt, i)
-            for prompts in self.held_out.values()
+            (name, prompt, sample)
+            for name, prompts in self.held_out.items()
             for prompt in prompts
-            for i in range(samples)
+            for sample in range(self.answering.samples)
         ]
-        asked, seeds = (
-            [prompt for prompt, _ in requests],
-            [evaluation_seed(prompt.index, sample) for prompt, sample in requests],
-        )
+        asked = [prompt for _, prompt, _ in requests]
+        seeds = [evaluation_seed(prompt.index, sample) for _, prompt, sample in requests]
         with undisturbed():
             answered = trainer.engine.generate(
                 asked,
@@ -121,15 +137,30 @@ class Evaluate(Evaluation):
             )
             rollouts = complete(answered)
             scores = scores_of(asked, rollouts, self.reward)
+        return [
+            Evaluated(name, adapter, sample, prompt, rollout, score)
+            for (name, prompt, sample), rollout, score in zip(
+                requests, rollouts, scores, strict=True
+            )
+        ]
+
+    def _measured(self, found: Sequence[Evaluated]) -> Metrics:
+        """Returns the metrics of each set and adapter in `found`, with both in their names."""
         metrics: Metrics = {}
-        for name, prompts in self.held_out.items():
-            count = len(prompts) * samples
-            own, scores = scores[:count], scores[count:]
-            ran, rollouts = rollouts[:count], rollouts[count:]
-            found = judged(own, self.answering) | counted(ran)
+        for (adapter, name), own in grouped(found).items():
+            parts = judged([each.scores for each in own], self.answering)
+            parts |= counted([each.rollout for each in own])
             known = "_".join(filter(None, (adapter, name)))
-            metrics |= {metric_of(known, part): value for part, value in found.items()}
+            metrics |= {metric_of(known, part): value for part, value in parts.items()}
         return metrics
+
+
+def grouped(found: Sequence[Evaluated]) -> dict[tuple[str, str], list[Evaluated]]:
+    """Returns the entries of `found` by (adapter, evaluation set), in their order."""
+    groups: dict[tuple[str, str], list[Evaluated]] = {}
+    for each in found:
+        groups.setdefault((each.adapter, each.name), []).append(each)
+    return groups
 
 
 def judged(scores: Sequence[Mapping[str, float]], answering: Answering) -> Metrics:

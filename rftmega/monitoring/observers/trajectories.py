@@ -29,7 +29,7 @@ Grading = Callable[[Sequence[int], Sequence[int]], str | None]
 
 class Trajectories(Observer):
     """Trajectories is a callback that writes folder/step_000123.jsonl.gz, with one JSON object per
-    sample of the step (see `records`), after the first and every `every`-th step.
+    sample of the step (see `records`), after the first, every `every`-th and the last step.
 
     A file gets its final name when it is complete. If all files together exceed `most_bytes`, the
     oldest ones are deleted; the newest file is always kept.
@@ -43,22 +43,23 @@ class Trajectories(Observer):
         *,
         every: int,
         most_bytes: int,
+        last: int = 0,
         chat: RunChat | None = None,
         grading: Grading | None = None,
         warn: bool = False,
     ):
         """Stores the settings. `decode`: returns the text of token ids; `pieces`: returns the text
-        of each token. `every`: steps from one file to the next; `most_bytes`: limit on all files
-        together. `chat`: the settings by which messages are converted into tokens, written to
-        chat.json. `grading`: returns the part of a response that rewards grade, see Grading.
-        `warn`: whether a file that can't be written is skipped with a warning instead of an error,
-        see `writing`.
+        of each token. `every`: steps from one file to the next; `last`: number of the last step, 0
+        if it is not known; `most_bytes`: limit on all files together. `chat`: the settings by which
+        messages are converted into tokens, written to chat.json. `grading`: returns the part of a
+        response that rewards grade, see Grading. `warn`: whether a file that can't be written is
+        skipped with a warning instead of an error, see `writing`.
         """
         self.warn = warn
         self.folder = Path(folder)
         self.chat, self.grading = chat, grading
         self.decode, self.pieces = decode, pieces
-        self.every, self.most_bytes = every, most_bytes
+        self.every, self.last, self.most_bytes = every, last, most_bytes
 
     def on_start(self, trainer: Any, metrics: Metrics) -> None:
         """Prepares the folder: a new run renames the folder of an earlier run; a resumed run
@@ -90,7 +91,7 @@ class Trajectories(Observer):
     def on_experience(
         self, trainer: Any, samples: Samples[Ragged], experience: Experience[Ragged]
     ) -> None:
-        if trainer.step == 1 or trainer.step % self.every == 0:
+        if trainer.step in (1, self.last) or trainer.step % self.every == 0:
             lines = records(
                 trainer.step, samples, experience, self.decode, self.pieces, self.grading
             )

@@ -4,36 +4,23 @@ adapters. Models are read one tensor at a time.
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from rftmega.checkpoints.reader import PROGRESS
 from rftmega.config.options.adapters import EMBEDDING, HEAD, HF_TARGETS
 from rftmega.converters.adapters import EMBEDDING_DOWN, WEIGHT, pair_names
 from rftmega.core.errors import CheckpointError, ConfigError
 from rftmega.core.json_files import read_json_object
 from rftmega.models.hf import export_folder
-from rftmega.models.hf.checksums import files_of, sum_of, write_sums
-from rftmega.models.hf.hf_folder import (
-    HFFolder,
-    PlannedTensor,
-    copy_companions,
-    shards_of,
-    write_index,
-    write_shard,
-)
+from rftmega.models.hf.hf_folder import HFFolder, PlannedTensor, write_shard
 from rftmega.models.hf.peft_folder import PEFTFolder, write_config, write_pairs
-from rftmega.run.conversion.target import (
-    FILE_BYTES,
-    Progress,
-    begin,
-    fingerprint,
-    note,
-    written_alone,
-)
+from rftmega.models.hf.quantised_folder import open_quantised
+from rftmega.run.conversion.plain import write_folder
+from rftmega.run.conversion.target import Progress, fingerprint
 
 EXACT = 1024  # rows or columns up to which all singular values are computed
 # oversampling and iterations of the randomised SVD of larger matrices (Halko et al.,
@@ -78,7 +65,7 @@ def merge(
     for an adapter of an unsupported type, on a module that the model lacks, or on an embedding tied
     to the LM head.
     """
-    files, pairs = HFFolder(source), PEFTFolder(adapter)
+    files, pairs = _opened(source), PEFTFolder(adapter)
     modules = set(pairs.modules)
     strangers = sorted(module for module in modules if module + WEIGHT not in files)
     if strangers:
@@ -91,27 +78,15 @@ def merge(
             "embedding alone, and a merged folder can't. Untie the folder first."
         )
     _compare_copies(files, pairs)
-    planned = [
-        PlannedTensor(name, files.dtype_of(name), files.shape_of(name)) for name in files.names
-    ]
-    shards = shards_of(planned, FILE_BYTES)
     job = {"source": fingerprint(files), "adapter": fingerprint(pairs.files)}
-    with written_alone(target):
-        finished = begin(target, job)
-        done: dict[str, dict[str, Any]] = {}
-        for file, wanted in shards.items():
-            done[file] = finished.get(file) or _merged_file(target / file, wanted, files, pairs)
-            progress(sum(tensor.bytes for tensor in wanted))
-        changed = copy_companions(source, target)
-        write_index(target, shards)
-        of_files = {file: said["sum"] for file, said in done.items()}
-        for path in files_of(target):
-            if path.name not in done:
-                of_files[path.name] = sum_of(path, "xxh3")
-        write_sums(target, of_files)
-        (target / PROGRESS).unlink()
+    write = partial(_merged_file, files=files, pairs=pairs)
+    done, changed = write_folder(source, target, files, job, write, progress)
     added, lost = (math.fsum(said[name] for said in done.values()) for name in ("added", "lost"))
     return Merged(len(modules), _share(lost, added), changed)
+
+
+def _opened(folder: Path) -> HFFolder:
+    return open_quantised(folder, read_json_object(folder / "config.json"))
 
 
 def _compare_copies(files: HFFolder, pairs: PEFTFolder) -> None:
@@ -132,8 +107,7 @@ def _compare_copies(files: HFFolder, pairs: PEFTFolder) -> None:
 def _merged_file(
     path: Path, wanted: Sequence[PlannedTensor], files: HFFolder, pairs: PEFTFolder
 ) -> dict[str, Any]:
-    """Writes one file of a merged model to `path`, and adds its entry to the progress log. Returns
-    the entry.
+    """Writes one file of a merged model to `path`. Returns its entry of the progress log.
 
     `wanted`: the tensors of this file; `files`: the base model; `pairs`: its adapters.
     """
@@ -153,9 +127,7 @@ def _merged_file(
             yield name, weight
 
     written = write_shard(path, wanted, merged())
-    said = {"file": path.name, "sum": f"xxh3:{written.file}", **squares}
-    note(path.parent, said)
-    return said
+    return {"file": path.name, "sum": f"xxh3:{written.file}", **squares}
 
 
 def extract(
@@ -178,7 +150,7 @@ def extract(
     """
     if rank < 1:
         raise ConfigError(f"--rank {rank}: a pair has a rank of 1 at least.")
-    one, other = HFFolder(base), HFFolder(trained)
+    one, other = _opened(base), _opened(trained)
     _refuse_another_model(one, other)
     has = {_target(name) for name in one.names}
     if targets is not HF_TARGETS and (unknown := sorted(set(targets) - has)):

@@ -10,6 +10,8 @@ def progress_bar(folder: Path, text: str, copies: int = 1) -> "tqdm[None]":
     """Returns a progress bar labelled `text` over the bytes of a folder's weights times `copies`,
     the number of times that they are processed.
     """
-    files = [path for path in folder.iterdir() if path.suffix in (".safetensors", ".distcp")]
+    files = [
+        path for path in folder.iterdir() if path.suffix in (".safetensors", ".distcp", ".bin")
+    ]
     total = copies * sum(path.stat().st_size for path in files)
     return tqdm(total=total, unit="B", unit_scale=True, desc=text, file=sys.stderr)

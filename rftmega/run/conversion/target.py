@@ -6,11 +6,10 @@ import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from rftmega.checkpoints.reader import PROGRESS
 from rftmega.core.errors import CheckpointError
-from rftmega.models.hf.hf_folder import HFFolder
 from rftmega.runtime.parallel.folder_lock import FILE as LOCK
 from rftmega.runtime.parallel.folder_lock import locked
 
@@ -47,7 +46,14 @@ def _remove_drafts(target: Path) -> None:
             draft.unlink()
 
 
-def fingerprint(files: HFFolder) -> str:
+class Files(Protocol):
+    """Files is the interface to a folder of weights."""
+
+    @property
+    def files(self) -> list[Path]: ...
+
+
+def fingerprint(files: Files) -> str:
     """Returns a hash of the names, sizes and modification times of the source's files; a conversion
     is resumed only if they are unchanged.
     """

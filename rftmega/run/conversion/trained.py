@@ -18,13 +18,13 @@ from rftmega.models.hf import export_folder, peft_folder
 from rftmega.models.hf.checksums import files_of, sum_of, write_sums
 from rftmega.models.hf.classifier import say_classifier
 from rftmega.models.hf.hf_folder import (
-    HFFolder,
     PlannedTensor,
     copy_companions,
     shards_of,
     write_index,
     write_shard,
 )
+from rftmega.models.hf.quantised_folder import open_quantised
 from rftmega.models.hf.stacked_files import Stacking
 from rftmega.run.conversion import adapters
 from rftmega.run.conversion.convert import FolderTensors
@@ -177,7 +177,7 @@ def _sum_of(model: SavedModel) -> int:
     """
     known = model.said["hf_config"].get("model_type") in FAMILIES
     files = FolderTensors(model.base) if known else None
-    read = files.files if files is not None else HFFolder(model.base)
+    read = files.files if files is not None else open_quantised(model.base, model.said["hf_config"])
     names = [each.name for each in files.planned] if files is not None else sorted(read.names)
     tied = model.said["hf_config"].get("tie_word_embeddings")
     dtype = getattr(torch, str(model.said["dtype"]).removeprefix("torch."))

@@ -68,7 +68,7 @@ def test_angles_that_stay_are_no_reason(tmp_path: Path) -> None:
     ("fields", "said"),
     [
         ({"model_type": "nobody_knows"}, "has no model_type=nobody_knows"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "quantised weights can't be trained"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quant_method='gptq' is not read"),
         ({"use_bidirectional_attention": True}, "tokens see later ones"),
         ({"model_type": "llava"}, "more than a decoder of text"),
         ({"model_type": "phi4_multimodal"}, "more than a decoder of text"),

@@ -18,9 +18,9 @@ from rftmega.converters.block_scales import BlockScales, block_scales
 from rftmega.core.errors import CheckpointError
 from rftmega.model_providers.description import describe
 from rftmega.model_providers.hf_config import read_hf_config
-from rftmega.models.hf.block_scaled_files import BlockScaledFolder
-from rftmega.models.hf.block_scaled_writing import Quantising
+from rftmega.models.hf.block_scaled_files import BlockScaledFolder, BlockScaledFormat
 from rftmega.models.hf.hf_folder import PlannedTensor, copy_companions
+from rftmega.models.hf.quantised_folder import Quantising
 from rftmega.models.hf.stacked_files import open_folder
 from rftmega.models.kernels.block_scaled import quantise
 from tests.block_scales import meant, quantise_folder, quantised
@@ -200,7 +200,7 @@ def test_a_block_of_zeros_stays_zero_and_what_is_not_finite_is_named() -> None:
     numbers, scales = quantise(weight, layout.rows, layout.columns)
     assert torch.equal(numbers.float(), weight)
     assert scales.tolist() == [[1.0, 1.0]]
-    writing = Quantising(layout, {WEIGHT})
+    writing = Quantising(BlockScaledFormat(layout), {WEIGHT})
     planned = [PlannedTensor(name, torch.float32, (2, 3)) for name in (WEIGHT, "b")]
     given = [(each.name, each.dtype, each.shape) for each in writing.planned(planned)]
     found = writing.quantised([(WEIGHT, weight), ("b", weight)])

@@ -88,9 +88,10 @@ def recorded(
     steps: Sequence[int] = (1,),
     every: int = 1,
     most: int = 10**6,
+    last: int = 0,
     entropy: bool = True,
 ) -> list[Path]:
-    observer = Trajectories(folder, text, letters, every=every, most_bytes=most)
+    observer = Trajectories(folder, text, letters, every=every, last=last, most_bytes=most)
     observer.on_start(SimpleNamespace(step=steps[0] - 1, resumed=steps[0] > 1), {})
     for step in steps:
         observer.on_experience(SimpleNamespace(step=step), *trained(entropy))
@@ -330,3 +331,8 @@ def test_images_of_a_prompt_are_named_and_shown_once_a_file(tmp_path: Path) -> N
     shown: set[str] = set()
     written = [described(image, shown) for row in again.rows for image in row]
     assert ["thumbnail" in each for each in written] == [True, False]
+
+
+def test_the_first_and_the_last_step_are_always_written(tmp_path: Path) -> None:
+    paths = recorded(tmp_path, steps=range(1, 9), every=3, last=8)
+    assert [path.name for path in paths] == [f"step_{step:06d}.jsonl.gz" for step in (1, 3, 6, 8)]
