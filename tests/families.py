@@ -1,6 +1,7 @@
 """Runs every language model of transformers, with or without images, through a training run on
 FSDP2, stage by stage: `python -m tests.families [TYPE ...]`; writes runs/families.json, and with
-`--docs` the table of the documentation (website/architectures.json).
+`--docs` the table of the documentation (website/architectures.json). `--vllm` measures the cells of
+vLLM alone, of models with larger heads, which its CPU kernels need.
 
 A stage's cell is a number (the largest difference from transformers, or from plain torch, in
 float64), and a row ends with the reason with which the model is refused before it is built, or with
@@ -10,11 +11,12 @@ what failed. Models are tiny (tests/family_configs.py) and all their parameters 
 import argparse
 import json
 import logging
+import os
 import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,8 +26,8 @@ from torch import Tensor
 
 from rftmega.backends.decoder.describe import SEEING
 from tests import vision_rows
-from tests.family_configs import VOCABULARY, tiny_config
-from tests.ranks import RankFailure, run_ranks
+from tests.family_configs import HEAD, VOCABULARY, tiny_config
+from tests.ranks import VLLM, RankFailure, run_ranks
 from tests.tiny_vision import save_tiny_vision
 
 ROOT = Path(__file__).parents[1]
@@ -35,6 +37,7 @@ LARGEST = (
     3_000_000  # parameters; a larger model has a size that tests/family_configs.py doesn't know
 )
 NOISE = 0.05
+LARGE_HEAD = 32  # the smallest that vLLM's kernels for a CPU have
 PROMPTED = 2  # rows whose prompts an engine is given
 STAGES = ("log-probs", "gradient", "steps", "push", "export", "resume")
 BOUNDS = {
@@ -66,18 +69,18 @@ def types_with_media() -> list[str]:
     return sorted(set(MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES) - set(causal_types()))
 
 
-def save_tiny_of(model_type: str, folder: Path) -> None:
-    """Writes a tiny random model as a Hugging Face folder.
+def save_tiny_of(model_type: str, folder: Path, head: int = HEAD) -> None:
+    """Writes a tiny random model as a Hugging Face folder. `head`: elements of a head of attention.
 
     Raises CannotBuildError if transformers doesn't compute logits with it.
     """
     from transformers import AutoModelForCausalLM
 
     if model_type in SEEING:
-        save_tiny_vision(folder, model_type)
+        save_tiny_vision(folder, model_type, **({} if head == HEAD else {"hidden_size": 4 * head}))
         return
     try:
-        config = tiny_config(model_type)
+        config = tiny_config(model_type, head)
         with torch.device("meta"):
             size = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
         if size > LARGEST:
@@ -207,7 +210,7 @@ def model_class(folder: Path) -> Any:
     return AutoModelForImageTextToText if model_type in SEEING else AutoModelForCausalLM
 
 
-def config_of_sweep(folder: Path) -> Any:
+def config_of_sweep(folder: Path, engine: str = "transformers") -> Any:
     from rftmega.config import (
         DataConfig,
         ModelConfig,
@@ -223,7 +226,9 @@ def config_of_sweep(folder: Path) -> Any:
         model=ModelConfig(path=str(folder), dtype="float32"),
         data=DataConfig(train=str(folder / "config.json")),
         optimizer=OptimizerConfig(**adam, weight_decay=0.0, clip_grad=0.0),
-        rollout=RolloutConfig(engine="transformers", max_prompt_tokens=40, max_response_tokens=24),
+        rollout=RolloutConfig(
+            engine=engine, max_prompt_tokens=40, max_response_tokens=24, cpu_cache_gib=0.05
+        ),
         trainer=TrainerConfig(
             steps=100, max_tokens_per_micro_batch=128, output=str(folder / "out")
         ),
@@ -313,6 +318,54 @@ def stages(world: Any, folder: Path) -> Iterator[tuple[str, float]]:
     strategy.close()
 
 
+def vllm_body(world: Any, folder: Path) -> tuple[str, float | str]:
+    """("vllm", the larger gap of two pushes), before and after an optimizer step, or ("failed",
+    why).
+    """
+    from rftmega.algorithms.supervised import cross_entropy_loss
+    from rftmega.core.types import Sampling
+    from rftmega.run.placement.reinforcement import ReinforcementStrategy
+    from rftmega.run.preflight import preflight
+    from rftmega.run.train import built_backend
+    from rftmega.trainer.experience import complete, given
+
+    silence()
+    os.environ["LOCAL_WORLD_SIZE"] = "1"
+    try:
+        config = config_of_sweep(folder, "vllm")
+        preflight(config, 1)
+        strategy = ReinforcementStrategy(config, world, built_backend(config), stop_ids=[2])
+        batch, gaps = batch_of(folder), []
+        for version in range(2):
+            strategy.weights.push(version=version)
+            sampled = strategy.engine.generate(
+                batch.prompts, seeds=[1, 2], sampling=Sampling(temperature=1.0)
+            )
+            gaps.append(gap_of(strategy.policy, batch.prompts, complete(sampled)))
+            strategy.policy.step(given(batch.rows), cross_entropy_loss())
+        strategy.close()
+    except Exception as error:
+        kind = "" if _is_ours(error) else f"{type(error).__name__}: "
+        return "failed", f"{kind}{first_line(error)}"
+    return "vllm", max(gaps)
+
+
+def vllm_row(model_type: str) -> dict[str, Any]:
+    """The type, with the gap between trainer and vLLM or the reason why there is none ("vllm")."""
+    begin, cell = time.monotonic(), None
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        try:
+            save_tiny_of(model_type, folder, LARGE_HEAD)
+            ((_, cell),) = run_ranks(1, vllm_body, folder, timeout=150, preloaded=VLLM)
+        except CannotBuildError as error:
+            cell = f"not built: {error}"
+        except RankFailure as error:
+            cell = f"process: {first_line(error)}"
+        cell = without(folder, cell)
+    return {"type": model_type, "vllm": cell, "seconds": round(time.monotonic() - begin, 1)}
+
+
 def gap_of(policy: Any, prompts: Any, rollouts: Any) -> float:
     """The largest difference between the engine's and the trainer's log-probs of sampled tokens."""
     from rftmega.trainer.experience import collect
@@ -398,14 +451,42 @@ def write_table(rows: list[dict[str, Any]]) -> None:
     TABLE.write_text(json.dumps(content, indent=1) + "\n")
 
 
+def sweep_vllm(types: Sequence[str], *, docs: bool) -> int:
+    """Measures the cells of vLLM of `types`, without any of all that are trained; with `docs`,
+    writes them into the table of the documentation. Returns the exit code.
+    """
+    content = json.loads(TABLE.read_text())
+    chosen = [
+        row
+        for row in content["rows"]
+        if row["type"] in (types or [row["type"]]) and row["verdict"] == "ok"
+    ]
+    for row in chosen:
+        found = vllm_row(row["type"])
+        row["vllm"] = found["vllm"]
+        print(f"{row['type']:26} {found['seconds']:6} {found['vllm']}", flush=True)
+        if docs:
+            TABLE.write_text(json.dumps(content, indent=1) + "\n")
+    wrong = [
+        row
+        for row in chosen
+        if isinstance(row["vllm"], float) and not row["vllm"] <= BOUNDS["push"]
+    ]
+    print(f"{len(chosen)} types, {len(wrong)} wrong")
+    return int(bool(wrong))
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("types", nargs="*", help="model types; all without")
     parser.add_argument("--docs", action="store_true", help=f"write {TABLE.relative_to(ROOT)}, too")
+    parser.add_argument("--vllm", action="store_true", help="the cells of vLLM alone")
     given = parser.parse_args()
     silence()
+    if given.vllm:
+        return sweep_vllm(given.types, docs=given.docs)
     target = ROOT / "runs/families.json"
     target.parent.mkdir(exist_ok=True)
     rows = []
