@@ -114,9 +114,9 @@ LLAMA_LIKE: dict[str, LlamaLike] = {
         ),
         fused=True,
         partial_rope=True,
-        rope_types=("default",),
+        rope_types=("default", "longrope"),
         windows="all",
-        without_effect=("original_max_position_embeddings",),  # it is of longrope
+        without_effect=("original_max_position_embeddings",),  # unless it is longrope
     ),
     "olmo2": LlamaLike(
         Fields(

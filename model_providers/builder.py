@@ -1,6 +1,7 @@
 """Builds Megatron's TransformerConfig, and a pipeline chunk as a GPTModel, from a ModelDescription."""
 
 import logging
+import math
 from functools import partial
 from typing import Any
 
@@ -105,6 +106,9 @@ def transformer_config(
             yarn_mscale_all_dim=yarn.mscale_all_dim,
             yarn_correction_range_round_to_int=yarn.truncate,
         )
+    if long := model.rope.long:
+        # attention reads it as YaRN's factor f, and multiplies sines and cosines by 0.1 ln f + 1
+        vars(config)["yarn_rotary_scaling_factor"] = math.exp(10 * (long.attention_factor - 1))
     return config
 
 
@@ -275,6 +279,9 @@ def build_chunk(
         built.output_layer.gradient_accumulation_fusion &= installed().weight_gradients
     if post_process and not head:
         del built.output_layer
+    if rope.long:
+        table: Any = built.rotary_pos_emb
+        table.inv_freq = table.inv_freq / table.inv_freq.new_tensor(rope.long.divisors)
     if rope.local_base is not None:
         built.rotary_pos_emb = RotaryByLayer(built.rotary_pos_emb, rope.local_base)
     if rope.sections:

@@ -213,6 +213,10 @@ def decoder(
             f"partial_rotary_factor={rope.fraction} of heads of {head_dim} gives {turned} elements, which rotary embeddings "
             "can't halve."
         )
+    if rope.long and len(rope.long.divisors) != turned // 2:
+        raise CheckpointError(
+            f"rope short_factor lists {len(rope.long.divisors)} numbers; heads of {head_dim} need {turned // 2}."
+        )
     if rope.sections and sum(rope.sections) != head_dim // 2:
         raise CheckpointError(
             f"rope mrope_section={list(rope.sections)} does not add up to half of a head, {head_dim // 2}."

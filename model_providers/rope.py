@@ -28,15 +28,27 @@ class Yarn:
 
 
 @dataclass(frozen=True)
+class LongRope:
+    """LongRope holds the parameters of LongRoPE (arXiv:2402.13753) for rows of up to
+    `original_positions` tokens. Longer rows have other divisors, which are not supported.
+    """
+
+    original_positions: int
+    divisors: tuple[float, ...]  # of the frequencies (short_factor)
+    attention_factor: float  # of sines and cosines
+
+
+@dataclass(frozen=True)
 class Rope:
-    """Rope holds a model's RoPE settings; `kind` is default, linear, llama3 or yarn, `factor` the
-    context-extension factor.
+    """Rope holds a model's RoPE settings; `kind` is default, linear, llama3, yarn or longrope,
+    `factor` the context-extension factor.
     """
 
     base: float
     kind: str = "default"
     factor: float = 1.0
     yarn: Yarn | None = None
+    long: LongRope | None = None
     # frequency counts of time, height and width of image positions (M-RoPE, Qwen2-VL,
     # arXiv:2409.12191); empty: one-dimensional positions
     sections: tuple[int, ...] = ()
@@ -102,17 +114,19 @@ def _read(fields: dict[str, Any], config: HFConfig, *, partial: bool) -> Rope:
         kind = "default" if kind == "mrope" else kind
         if kind != "default":
             raise CheckpointError(f"rope_type={kind!r} is not supported with images; default is.")
-    if kind not in ("default", "linear", "llama3", "yarn"):
+    if kind not in ("default", "linear", "llama3", "yarn", "longrope"):
         raise CheckpointError(
-            f"rope_type={kind!r} is not supported; default, linear, llama3 and yarn are."
+            f"rope_type={kind!r} is not supported; default, linear, llama3, yarn and longrope are."
         )
     base = _number(fields, "rope_theta")
     fraction = _fraction(fields, config, kind if partial else None)
-    if kind in ("llama3", "yarn"):
+    if kind in ("llama3", "yarn", "longrope"):
         fields.setdefault("original_max_position_embeddings", config["max_position_embeddings"])
-    factor, yarn = 1.0, None
+    factor, yarn, long = 1.0, None, None
     if kind == "yarn":
         factor, yarn = _yarn(fields, config)
+    elif kind == "longrope":
+        long = _long(fields, config)
     elif kind != "default":
         factor = _number(fields, "factor")
     if kind == "llama3":
@@ -131,7 +145,7 @@ def _read(fields: dict[str, Any], config: HFConfig, *, partial: bool) -> Rope:
         raise CheckpointError(
             f"rope parameters of type {kind} have {said}, which is not honoured here."
         )
-    return Rope(base, kind, factor, yarn, sections, interleaved, fraction)
+    return Rope(base, kind, factor, yarn, long, sections, interleaved, fraction)
 
 
 def _fields(config: HFConfig) -> dict[str, Any]:
@@ -248,6 +262,40 @@ def _yarn(fields: dict[str, Any], config: HFConfig) -> tuple[float, Yarn]:
             f"rope attention_factor={attention} is not supported: Megatron-Core 0.16 always takes {usual:.6g}."
         )
     return factor, yarn
+
+
+def _long(fields: dict[str, Any], config: HFConfig) -> LongRope:
+    """Removes the LongRoPE settings from `fields`, and returns them.
+
+    As in transformers, `original_max_position_embeddings` of the config itself takes precedence,
+    and without a factor it is derived from the context lengths. Raises CheckpointError for missing
+    or invalid settings.
+    """
+    if "kv_lora_rank" in config:
+        raise CheckpointError("rope_type='longrope' is not supported with latent attention.")
+    original = fields.pop("original_max_position_embeddings")
+    original = config.get("original_max_position_embeddings", original)
+    if not is_whole(original, 2):
+        raise CheckpointError(
+            f"original_max_position_embeddings={json.dumps(original)}: longrope needs a whole number above 1."
+        )
+    divisors = fields.pop("short_factor", None)
+    fields.pop("long_factor", None)  # of longer rows
+    if not isinstance(divisors, list) or not all(is_number(n, 0) and n for n in divisors):
+        raise CheckpointError(
+            f"rope short_factor={json.dumps(divisors)}: longrope needs a list of positive numbers."
+        )
+    if fields.get("factor") is None:
+        fields |= {"factor": config["max_position_embeddings"] / original}
+    factor = _number(fields, "factor")
+    attention = fields.pop("attention_factor", None)
+    if attention is None:
+        attention = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+    if not is_number(attention, 1):
+        raise CheckpointError(
+            f"rope attention_factor={json.dumps(attention)}: longrope is supported with a number of 1 at least."
+        )
+    return LongRope(original, tuple(map(float, divisors)), float(attention))
 
 
 def _attention_factor(factor: float, yarn: Yarn) -> float:

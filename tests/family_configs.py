@@ -63,6 +63,8 @@ def own_fields(head: int) -> dict[str, dict[str, Any]]:
     """Model type -> fields of its own. `head`: elements of a head."""
     hidden = HEADS * head
     return {
+        "bloom": {"hidden_size": hidden, "n_head": HEADS},
+        "falcon": {"ffn_hidden_size": 4 * hidden},  # as vLLM computes it
         "blt": {"encoder_hash_byte_group_vocab": 50},
         "dbrx": {
             "attn_config": {"kv_n_heads": KEY_VALUE_HEADS, "rope_theta": 10000.0, "clip_qkv": 0.1},
@@ -90,7 +92,9 @@ def own_fields(head: int) -> dict[str, dict[str, Any]]:
         "cpmant": {"dim_ff": 48, "position_bias_num_buckets": 8, "position_bias_max_distance": 16},
         "deepseek_v4": {"o_lora_rank": head},
         "cohere_compass_text": {
-            "rope_parameters": {"full_attention": ROPE | {"mrope_section": [1, 1, 2]}}
+            "rope_parameters": {
+                "full_attention": ROPE | {"mrope_section": [head // 8, head // 8, head // 4]}
+            }
         },
         "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
         "gemma3n_text": {"num_kv_shared_layers": 0, "hidden_size_per_layer_input": head},

@@ -178,6 +178,7 @@ LATER = {
     "olmo2": LATER_DENSE,
     "phi3": LATER_DENSE,
     "phi3-tied-part-of-heads": LATER_DENSE,
+    "phi4-mini": LATER_DENSE,
     "seed-oss": LATER_DENSE,
     "arcee": LATER_DENSE,
     "smollm3-window": LATER_DENSE,

@@ -152,6 +152,23 @@ VARIANTS: dict[str, tuple[type, dict[str, Any]]] = {
             "pad_token_id": None,
         },
     ),
+    "phi4-mini": (
+        Phi3Config,
+        {
+            "tie_word_embeddings": True,
+            "head_dim": 16,
+            "pad_token_id": None,
+            "original_max_position_embeddings": 64,
+            "max_position_embeddings": 512,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 700.0,
+                "partial_rotary_factor": 0.75,
+                "short_factor": [1.0, 1.1, 1.25, 1.5, 1.9, 2.4],
+                "long_factor": [1.0, 2.0, 3.0, 5.0, 8.0, 13.0],
+            },
+        },
+    ),
     "arcee": (ArceeConfig, {"tie_word_embeddings": False}),
     "smollm3": (SmolLM3Config, {"no_rope_layer_interval": 3, "pad_token_id": None}),
     "smollm3-window": (

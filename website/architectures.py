@@ -3,11 +3,14 @@
 """
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 RECORD = Path(__file__).with_name("architectures.json")
 PAGE = "fsdp_architectures.md"
 STAGES = ("log-probs", "gradient", "steps", "push", "export", "resume")
+PUSH_BOUND = 1e-4
 HEAD = """# Architectures on FSDP2
 
 With `backend: fsdp`, rftmega trains a model by transformers' own code. This page has a row for every type that transformers
@@ -24,9 +27,16 @@ difference from transformers' model in float64, one row at a time:
 - *push*: log-probs of sampled tokens, between rftmega and its transformers engine after a weight push.
 - *export*: log-probs of the exported folder, which transformers reads.
 - *resume*: log-probs after loading a training checkpoint, and after one more step.
+- *vLLM*: as *push*, with vLLM on a CPU, before and after an optimizer step. *no*: see [below](#not-in-vllm-on-a-cpu).
 
-Bounds are 1e-5 (push: 1e-4, resume: 0).
+Bounds are 1e-5 (push and vLLM: 1e-4, resume: 0).
 Rows of `qwen2_vl`, `qwen2_5_vl` and `qwen3_vl` have images.
+"""
+WITHOUT_VLLM = """
+## Not in vLLM on a CPU
+
+On a CPU, take `rollout.engine=transformers` for these {number} types. vLLM for GPUs has other kernels, and was not measured.
+A row has what vLLM said, or how far its log-probs are from rftmega's.
 """
 REFUSED = """
 ## {number} types are refused
@@ -48,17 +58,38 @@ def architectures_page(record: Path = RECORD) -> str:
     parts = [
         HEAD.format(trained=len(trained), **{k: content[k] for k in ("command", "date", "machine")})
     ]
-    parts.append(f"| `model_type` | {' | '.join(STAGES)} |\n{'|---' * (1 + len(STAGES))}|")
+    columns = (*STAGES, "vLLM")
+    parts.append(f"| `model_type` | {' | '.join(columns)} |\n{'|---' * (1 + len(columns))}|")
     parts += [
-        f"| `{row['type']}` | {' | '.join(f'{row[stage]:.0e}' for stage in STAGES)} |"
+        f"| `{row['type']}` | {' | '.join([f'{row[stage]:.0e}' for stage in STAGES] + [vllm_cell(row)])} |"
         for row in trained
     ]
+    if without := [row for row in trained if vllm_cell(row) == "no"]:
+        parts.append(WITHOUT_VLLM.format(number=len(without)))
+        parts.append("| `model_type` | why |\n|---|---|")
+        parts += [f"| `{row['type']}` | {why_not_in_vllm(row)} |" for row in without]
     for outcome, head in (("refused", REFUSED), ("not built", NOT_BUILT)):
         if chosen := [row for row in rows if row["verdict"] == outcome]:
             parts.append(head.format(number=len(chosen)))
             parts.append("| `model_type` | why |\n|---|---|")
             parts += [f"| `{row['type']}` | {reason(row[outcome])} |" for row in chosen]
     return "\n".join(parts) + "\n"
+
+
+def vllm_cell(row: Mapping[str, Any]) -> str:
+    """Returns the largest difference between rftmega and vLLM, or "no" if it is above the bound or
+    vLLM can't run the model.
+    """
+    found = row.get("vllm", "not measured")
+    return f"{found:.0e}" if isinstance(found, float) and found <= PUSH_BOUND else "no"
+
+
+def why_not_in_vllm(row: Mapping[str, Any]) -> str:
+    """Returns the reason as the cell of a table."""
+    found = row.get("vllm", "not measured")
+    if isinstance(found, float):
+        return f"its log-probs differ by {found:.1g}"
+    return reason(found[:200])
 
 
 def reason(text: str) -> str:

@@ -94,6 +94,11 @@ def preflight(
             found += _engine(config, model, on) + _router_replay(config, model, on)
             found += _fp8_engine(config, model, on)
         longest = config.rollout.max_row_tokens
+        if megatron and (long := model.rope.long) and longest > long.original_positions:
+            found.append(
+                f"rollout.max_prompt_tokens + rollout.max_response_tokens = {longest}, but with rope_type=longrope, rows beyond "
+                f"{long.original_positions} tokens are rotated otherwise, which is not supported. Shorten one of them."
+            )
         if longest > model.max_positions:
             found.append(
                 f"rollout.max_prompt_tokens + rollout.max_response_tokens = {longest}, but the model knows "

@@ -4,6 +4,7 @@ transformers says.
 
 import json
 import os
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import count
@@ -26,6 +27,7 @@ from rftmega.run.placement.phases import DevicePhases
 from rftmega.runtime.parallel.collectives import gather_objects
 from rftmega.weights import EngineWeights, Exporter
 from tests.block_scales import plain_folder, quantise_folder
+from tests.families import save_tiny_of
 from tests.layouts import build_actor, build_manager, rows_of
 from tests.plain_adapters import ALL, random_pairs, write_pairs
 from tests.ranks import VLLM, run_ranks
@@ -443,15 +445,39 @@ def oracle_body(world: Any, folder: Path) -> Any:
     return said(oracle.generate(PROMPTS, seeds=[0] * 3, sampling=Sampling(0.0)))
 
 
+LONG_ROPE = {
+    "head_dim": 32,
+    "rope_parameters": {
+        "rope_type": "longrope",
+        "rope_theta": 700.0,
+        "partial_rotary_factor": 0.75,
+        "short_factor": [1 + 0.1 * place for place in range(12)],
+        "long_factor": [2.0 + place for place in range(12)],
+    },
+}
+
+
 @pytest.mark.ranks
 @pytest.mark.parametrize(
-    "variant", ["olmo2", "seed-oss", "arcee", "smollm3", "granite", "exaone4", "hunyuan", "gemma3"]
+    "variant",
+    [
+        "olmo2",
+        "seed-oss",
+        "arcee",
+        "smollm3",
+        "granite",
+        "exaone4",
+        "hunyuan",
+        "gemma3",
+        "phi4-mini",
+    ],
 )
 def test_vllm_says_what_transformers_says_in_a_process_of_its_own(
     variant: str, tmp_path: Path
 ) -> None:
     """OLMo 2 runs on transformers' own classes in vLLM, which changes them for its process."""
-    folder = save_tiny(tmp_path, variant, hidden_size=128)
+    more = LONG_ROPE if variant == "phi4-mini" else {}
+    folder = save_tiny(tmp_path, variant, hidden_size=128, **more)
     (wanted,) = run_ranks(1, oracle_body, folder)
     found = run_ranks(2, pushed_body, folder, ParallelConfig(pipeline=2), timeout=300)
     for (ids, logprobs), (wanted_ids, wanted_logprobs) in zip(
@@ -492,3 +518,35 @@ def test_more_prompts_than_a_step_takes_are_answered_as_each_alone(tmp_path: Pat
     folder = save_tiny(tmp_path, "qwen2", hidden_size=128)
     ((together, alone),) = run_ranks(1, many_body, folder, timeout=200)
     assert together == alone
+
+
+def refused_body(world: Any, folder: Path) -> str:
+    """What is said of a model at its start in vLLM, or of its first push."""
+    from rftmega.rollout.engines.vllm import VLLMEngine
+
+    os.environ["LOCAL_WORLD_SIZE"] = "1"
+    config = RolloutConfig(max_prompt_tokens=8, max_response_tokens=4, cpu_cache_gib=0.05)
+    try:
+        engine = VLLMEngine(folder, config, world, dtype="float32", stop_ids=[STOP])
+        engine.load_weights(load_file(folder / "model.safetensors").items(), version=0)
+    except EngineError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("model_type", "said"),
+    [
+        (
+            "codegen",
+            r"vLLM \S+ could not be started with .*CodeGenForCausalLM.*set rollout.engine=tr",
+        ),
+        ("dbrx", r"vLLM \S+ can't load the weights of .*KeyError.*Set rollout.engine=transformers"),
+    ],
+)
+def test_a_model_that_vllm_does_not_take_is_refused_with_another_engine_named(
+    model_type: str, said: str, tmp_path: Path
+) -> None:
+    save_tiny_of(model_type, tmp_path, head=32)
+    (found,) = run_ranks(1, refused_body, tmp_path)
+    assert re.search(said, found), found

@@ -7,6 +7,7 @@ parameters are never written directly.
 
 import logging
 import os
+import traceback
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from rftmega.config import RolloutConfig
 from rftmega.core import expert_routes
-from rftmega.core.errors import EngineFault
+from rftmega.core.errors import EngineError, EngineFault
 from rftmega.core.expert_routes import RoutedModel
 from rftmega.core.types import Completion, Sampling
 from rftmega.data.media.audio_processor import audio_processor_of
@@ -42,6 +43,7 @@ if device.current().type == "cpu":
 logging.getLogger("vllm").setLevel(os.environ["VLLM_LOGGING_LEVEL"])
 
 # isort: split
+import vllm  # noqa: E402
 from vllm import LLM, SamplingParams  # noqa: E402
 from vllm.distributed.parallel_state import cleanup_dist_env_and_memory  # noqa: E402
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload  # noqa: E402
@@ -114,6 +116,17 @@ def _is_mapped(file: Path) -> bool:
 def _itself(model: Any) -> Any:
     """Returns `model` unchanged; passed to `LLM.apply_model`, which then returns the model."""
     return model
+
+
+def _said(error: BaseException) -> str:
+    """Returns the class and text of an error on one line, of 500 characters at most."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:500].rstrip(".")
+
+
+def _is_raised_by_vllm(error: BaseException) -> bool:
+    """Returns whether vLLM's code raised the error, rather than code that it called."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return Path(frames[-1].filename).is_relative_to(Path(vllm.__file__).parent)
 
 
 def _logprobs(completion: Any) -> list[float]:
@@ -200,28 +213,34 @@ class VLLMEngine(Engine):
         self._llm: Any = None
         changed = ChangedClasses()
         with undone(world, self.close), changed.collected():
-            self._llm = LLM(
-                model=str(folder),
-                load_format="dummy",
-                # image and audio processors and stop strings need a tokenizer
-                skip_tokenizer_init=not media and not config.stop,
-                dtype=precision,
-                tensor_parallel_size=config.tensor,
-                distributed_executor_backend="external_launcher",
-                max_model_len=config.max_row_tokens,
-                max_num_seqs=config.max_batch,
-                enforce_eager=not on_cuda,
-                # of the sampling distribution, including temperature
-                logprobs_mode="processed_logprobs",
-                seed=world.rank // config.tensor,  # ranks of one engine must sample alike
-                disable_log_stats=True,
-                use_tqdm_on_load=False,  # its progress bars would clutter the run's output
-                **memory,
-                **media,
-                **serves,
-                **prefill_arguments(config, on_cuda=on_cuda),
-                **model_arguments(folder, on_cuda=on_cuda, written_as=written_as),
-            )
+            try:
+                self._llm = LLM(
+                    model=str(folder),
+                    load_format="dummy",
+                    # image and audio processors and stop strings need a tokenizer
+                    skip_tokenizer_init=not media and not config.stop,
+                    dtype=precision,
+                    tensor_parallel_size=config.tensor,
+                    distributed_executor_backend="external_launcher",
+                    max_model_len=config.max_row_tokens,
+                    max_num_seqs=config.max_batch,
+                    enforce_eager=not on_cuda,
+                    # of the sampling distribution, including temperature
+                    logprobs_mode="processed_logprobs",
+                    seed=world.rank // config.tensor,  # ranks of one engine must sample alike
+                    disable_log_stats=True,
+                    use_tqdm_on_load=False,  # its progress bars would clutter the run's output
+                    **memory,
+                    **media,
+                    **serves,
+                    **prefill_arguments(config, on_cuda=on_cuda),
+                    **model_arguments(folder, on_cuda=on_cuda, written_as=written_as),
+                )
+            except Exception as error:  # of vLLM's code for each model
+                raise EngineError(
+                    f"vLLM {vllm.__version__} could not be started with the model of {folder}: {_said(error)}. If it does not "
+                    "support the model, set rollout.engine=transformers."
+                ) from error
             # vLLM's worker sets one thread, too few for the trainer's work on the host
             if on_cuda:
                 torch.set_num_threads(threads)
@@ -377,12 +396,17 @@ class VLLMEngine(Engine):
                 "reload_weights",
                 kwargs={"weights_iterator": with_head_bias(self._model, named_tensors)},
             )
-        except Exception:
+        except Exception as error:
             # Half-loaded layers would take their missing tensors from the next push.
             self._llm.apply_model(
                 partial(finalize_layerwise_reload, model_config=self._llm.model_config)
             )
-            raise
+            if not _is_raised_by_vllm(error):  # the tensors' source failed
+                raise
+            raise EngineError(
+                f"vLLM {vllm.__version__} can't load the weights of the model of {self._folder}: {_said(error)}. "
+                "Set rollout.engine=transformers."
+            ) from error
         finally:
             if self.destinations:
                 self.destinations.release()

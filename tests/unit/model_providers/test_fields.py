@@ -318,6 +318,10 @@ def frequencies_of(rope: Rope, config: Any, embedding_class: Any) -> tuple[torch
         yarn = dataclasses.asdict(rope.yarn)
         said |= {"original_max_position_embeddings": yarn.pop("original_positions"), **yarn}
     full = copy.deepcopy(config)
+    if rope.long:
+        full.original_max_position_embeddings = rope.long.original_positions
+        said |= {name: list(rope.long.divisors) for name in ("short_factor", "long_factor")}
+        said["attention_factor"] = rope.long.attention_factor
     full.rope_parameters = said
     embedding = embedding_class(full)
     return embedding.inv_freq, embedding.attention_scaling
@@ -408,3 +412,27 @@ def test_a_rope_is_what_transformers_makes_of_it(family: str, kind: str) -> None
                     theirs(fields)
         else:
             compare(ours, theirs(fields))
+
+
+LONG_ROPE = {"rope_type": "longrope", "rope_theta": 700.0, "short_factor": [1.0, 1.7],
+             "long_factor": [2.0, 5.0]}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"original_max_position_embeddings": 16},  # of the rope: the config's own counts
+        {"factor": 5.0},
+        {"factor": None},
+        {"attention_factor": 1.5},
+        {"attention_factor": None, "factor": 3.0},
+    ],
+)
+@pytest.mark.parametrize("original", [32, 48])
+def test_longrope_is_what_transformers_makes_of_it(original: int, changes: dict[str, Any]) -> None:
+    usual = SMALL | SMALL_OF["phi3"] | {"model_type": "phi3", "max_position_embeddings": 96}
+    del usual["head_dim"]
+    lengths = {"original_max_position_embeddings": original}
+    fields = usual | lengths | {"rope_parameters": LONG_ROPE | changes}
+    compare(describe(fields), theirs(fields))

@@ -32,6 +32,12 @@ OLD_LLAMA: dict[str, Any] = {  # as transformers 4 wrote it
     "use_cache": True,
     "vocab_size": 131,
 }
+LONG = {
+    "rope_type": "longrope",
+    "rope_theta": 700.0,
+    "short_factor": [1.5] * 8,
+    "long_factor": [2.0] * 8,
+}
 OLD_SCALING = {name: value for name, value in LLAMA3_ROPE.items() if name != "rope_theta"}
 OLD_QWEN3_MOE = {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48,
                  "head_dim": 32, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [1], "max_window_layers": 4,
@@ -68,7 +74,11 @@ def test_both_generations_of_config_give_the_same_model(
         ("llama", {"sliding_window": 16}, "sliding_window=16, which is not honoured"),
         ("llama", {"quantization_config": {"bits": 4}}, "quantised weights"),
         ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "rope_type='dynamic'"),
-        ("llama", {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}}, "rope_type='longrope'"),
+        ("llama", {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}}, "short_factor=null"),
+        ("phi4-mini", {"rope_parameters": LONG | {"short_factor": [1.0, 2.0]}}, "lists 2 numbers; heads of 16 need 8"),
+        ("phi4-mini", {"rope_parameters": LONG | {"attention_factor": 0.5}}, "attention_factor=0.5"),
+        ("phi4-mini", {"original_max_position_embeddings": None}, "original_max_position_embeddings is null"),
+        ("deepseek-v3", {"rope_parameters": LONG}, "not supported with latent attention"),
         ("llama", {"rope_parameters": LLAMA3_ROPE | {"high_freq_factor": 8.0}}, "high_freq_factor=8.0 is not supported"),
         ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "short": [1]}}, "short=[1], which is not"),
         ("llama", {"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "differ between layer types"),

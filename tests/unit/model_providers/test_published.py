@@ -77,6 +77,14 @@ PUBLISHED: dict[str, tuple[int, dict[str, Any]]] = {  # name -> (parameters, the
         "max_position_embeddings": 16384, "num_attention_heads": 40, "num_hidden_layers": 40, "num_key_value_heads": 10,
         "original_max_position_embeddings": 16384, "resid_pdrop": 0.0, "rope_scaling": None, "rope_theta": 250000,
         "sliding_window": None, "tie_word_embeddings": False, "vocab_size": 100352}),
+    "phi-4-mini": (3_836_021_760, {
+        "model_type": "phi3", "attention_bias": False, "embd_pdrop": 0.0, "full_attn_mod": 1, "hidden_act": "silu",
+        "hidden_size": 3072, "intermediate_size": 8192, "interpolate_factor": 1, "lm_head_bias": False,
+        "max_position_embeddings": 131072, "mlp_bias": False, "num_attention_heads": 24, "num_hidden_layers": 32,
+        "num_key_value_heads": 8, "original_max_position_embeddings": 4096, "pad_token_id": 199999,
+        "partial_rotary_factor": 0.75, "resid_pdrop": 0.0, "rms_norm_eps": 1e-05,
+        "rope_scaling": {"long_factor": [1.0 + 0.9 * i for i in range(48)], "short_factor": [1.0] * 48, "type": "longrope"},
+        "rope_theta": 10000.0, "sliding_window": 262144, "tie_word_embeddings": True, "vocab_size": 200064}),
     "gemma-3-270m": (268_098_176, {
         "model_type": "gemma3_text", "_sliding_window_pattern": 6, "attention_bias": False, "attn_logit_softcapping": None,
         "final_logit_softcapping": None, "head_dim": 256, "hidden_activation": "gelu_pytorch_tanh", "hidden_size": 640,

@@ -295,6 +295,15 @@ def test_a_model_of_no_table_is_let_through_under_fsdp_unless_its_angles_change(
         preflight(config, 4)
 
 
+def test_rows_beyond_longropes_original_positions_are_refused(tmp_path: Path) -> None:
+    config = config_of(tmp_path, "phi4-mini", P(), "scripted")
+    config.rollout.max_prompt_tokens, config.rollout.max_response_tokens = 40, 24
+    preflight(config, 1)
+    config.rollout.max_response_tokens = 25
+    with pytest.raises(ConfigError, match="= 65, but with rope_type=longrope, rows beyond 64"):
+        preflight(config, 1)
+
+
 def test_weights_are_written_quantised_only_where_the_models_are(tmp_path: Path) -> None:
     config = config_of(tmp_path, "deepseek-v3", P(), "scripted")
     config.trainer.export_quantised = True
