@@ -138,11 +138,11 @@ class Batch:
         ]
 
 
-def batch_of(folder: Path) -> Batch:
-    """Returns the rows that a folder's model is compared on: of text, or with images if it sees."""
+def batch_of(folder: Path, *, images: bool = True) -> Batch:
+    """Returns the rows that a folder's model is compared on: of text, or with `images` if it sees."""
     from rftmega.core.types import Rows
 
-    if json.loads((folder / "config.json").read_text())["model_type"] in SEEING:
+    if images and json.loads((folder / "config.json").read_text())["model_type"] in SEEING:
         rows = vision_rows.rows_with_images(folder)
         tokens, placed = vision_rows.vision_rows(folder)
         return Batch(rows, list(map(vision_rows.inputs_of, tokens, placed)))
@@ -227,7 +227,10 @@ def config_of_sweep(folder: Path, engine: str = "transformers") -> Any:
         data=DataConfig(train=str(folder / "config.json")),
         optimizer=OptimizerConfig(**adam, weight_decay=0.0, clip_grad=0.0),
         rollout=RolloutConfig(
-            engine=engine, max_prompt_tokens=40, max_response_tokens=24, cpu_cache_gib=0.05
+            engine=engine,
+            max_prompt_tokens=40,
+            max_response_tokens=24,
+            **({"cpu_cache_gib": 0.05} if engine == "vllm" else {}),
         ),
         trainer=TrainerConfig(
             steps=100, max_tokens_per_micro_batch=128, output=str(folder / "out")
@@ -335,7 +338,7 @@ def vllm_body(world: Any, folder: Path) -> tuple[str, float | str]:
         config = config_of_sweep(folder, "vllm")
         preflight(config, 1)
         strategy = ReinforcementStrategy(config, world, built_backend(config), stop_ids=[2])
-        batch, gaps = batch_of(folder), []
+        batch, gaps = batch_of(folder, images=False), []
         for version in range(2):
             strategy.weights.push(version=version)
             sampled = strategy.engine.generate(
@@ -463,7 +466,9 @@ def sweep_vllm(types: Sequence[str], *, docs: bool) -> int:
     ]
     for row in chosen:
         found = vllm_row(row["type"])
-        row["vllm"] = found["vllm"]
+        row["vllm"] = cell = found["vllm"]
+        if isinstance(cell, str):
+            row["vllm"] = cell[:300].split(" If it does not")[0]
         print(f"{row['type']:26} {found['seconds']:6} {found['vllm']}", flush=True)
         if docs:
             TABLE.write_text(json.dumps(content, indent=1) + "\n")

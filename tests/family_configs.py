@@ -63,6 +63,7 @@ def own_fields(head: int) -> dict[str, dict[str, Any]]:
     """Model type -> fields of its own. `head`: elements of a head."""
     hidden = HEADS * head
     return {
+        "glm4_moe": {"head_dim": head},  # as in published configs; vLLM reads it
         "bloom": {"hidden_size": hidden, "n_head": HEADS},
         "falcon": {"ffn_hidden_size": 4 * hidden},  # as vLLM computes it
         "blt": {"encoder_hash_byte_group_vocab": 50},

@@ -79,14 +79,17 @@ class LoadRecorder(TorchDispatchMode):
             self._copied(args[0], args[1])
             return args[0]
         if not func.is_view:
-            storages = {_storage(each): each for each in _tensors(args, kwargs or {})}
-            for storage in storages.keys() & self._tensors.keys():
-                self._read(storages[storage])
+            given = list(_tensors(args, kwargs or {}))  # several may be views of one tensor
+            for each in given:
+                if _storage(each) in self._tensors:
+                    self._read(each)
             if func._schema.is_mutable:
+                storages = {_storage(each) for each in given}
                 self.changed |= {
-                    self._parameters[storage]
-                    for storage in storages.keys() & self._parameters.keys()
+                    self._parameters[storage] for storage in storages & self._parameters.keys()
                 }
+        if func is torch.ops.aten.copy_.default and args[1].is_meta and not args[0].is_meta:
+            return args[0]  # into a parameter that is not registered, from a computed tensor
         return func(*args, **(kwargs or {}))
 
     def _copied(self, target: Tensor, view: Tensor) -> None:

@@ -6,13 +6,23 @@ import json
 
 import pytest
 
-from tests.families import STAGES, TABLE, causal_types, row_of, types_with_media, verdict
+from tests.families import (
+    BOUNDS,
+    STAGES,
+    TABLE,
+    causal_types,
+    row_of,
+    types_with_media,
+    verdict,
+    vllm_row,
+)
 
 ROWS = json.loads(TABLE.read_text())["rows"]
 VERDICTS = {row["type"]: row["verdict"] for row in ROWS}
 # a router's correction bias; a soft cap; tensors of three sizes in one; a state instead of a cache;
 # layers without positions; an inner decoder
 UNLIKE = ("deepseek_v3", "gemma2", "olmo_hybrid", "mamba2", "opt", "llama4_text")
+STATEFUL = ("falcon_h1",)
 
 
 @pytest.mark.parametrize(
@@ -36,3 +46,17 @@ def test_the_table_of_the_docs_has_a_row_for_every_language_model_of_transformer
     assert list(VERDICTS) == causal_types() + types_with_media()
     assert all(verdict(row) == row["verdict"] for row in ROWS)
     assert set(VERDICTS.values()) == {"ok", "refused"}
+
+
+@pytest.mark.parametrize(
+    "model_type",
+    [
+        pytest.param(row["type"], marks=[] if row["type"] in STATEFUL else [pytest.mark.ranks])
+        for row in ROWS
+        if isinstance(row.get("vllm"), float) and row["vllm"] <= BOUNDS["push"]
+    ],
+)
+def test_a_model_answers_in_vllm_as_in_the_trainer_before_and_after_a_step(model_type: str) -> None:
+    row = vllm_row(model_type)
+    assert isinstance(row["vllm"], float), row
+    assert row["vllm"] <= BOUNDS["push"], row

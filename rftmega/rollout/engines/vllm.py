@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+import rftmega
 from rftmega.config import RolloutConfig
 from rftmega.core import expert_routes
 from rftmega.core.errors import EngineError, EngineFault
@@ -124,9 +125,13 @@ def _said(error: BaseException) -> str:
 
 
 def _is_raised_by_vllm(error: BaseException) -> bool:
-    """Returns whether vLLM's code raised the error, rather than code that it called."""
-    frames = traceback.extract_tb(error.__traceback__)
-    return Path(frames[-1].filename).is_relative_to(Path(vllm.__file__).parent)
+    """Returns whether vLLM's code raised the error, or a library that it called, rather than the
+    source of the weights, which is this package's.
+    """
+    frames = [Path(frame.filename) for frame in traceback.extract_tb(error.__traceback__)]
+    both = Path(vllm.__file__).parent, Path(rftmega.__file__).parent
+    known = [each for each in frames if any(map(each.is_relative_to, both))]
+    return bool(known) and known[-1].is_relative_to(both[0])
 
 
 def _logprobs(completion: Any) -> list[float]:
@@ -233,7 +238,7 @@ class VLLMEngine(Engine):
                     **memory,
                     **media,
                     **serves,
-                    **prefill_arguments(config, on_cuda=on_cuda),
+                    **prefill_arguments(folder, config, on_cuda=on_cuda),
                     **model_arguments(folder, on_cuda=on_cuda, written_as=written_as),
                 )
             except Exception as error:  # of vLLM's code for each model

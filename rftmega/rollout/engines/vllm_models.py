@@ -9,6 +9,8 @@ from rftmega.config import RolloutConfig
 from rftmega.core.json_files import read_json_object
 
 CPU_STEP_TOKENS = 4096  # per engine step
+# transformers' names of layers with a recurrent or convolutional state
+RECURRENT = {"linear_attention", "conv", "hybrid", "recurrent", "mamba"}
 
 DEEPSEEK_V3 = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
 """Expert selection of DeepSeek-V3.
@@ -65,19 +67,37 @@ def sees(folder: str | Path) -> bool:
     return bool(read_json_object(Path(folder) / "config.json").get("vision_config"))
 
 
-def prefill_arguments(config: RolloutConfig, *, on_cuda: bool) -> dict[str, Any]:
-    """Returns the keyword arguments of `vllm.LLM` that turn off chunked prefill on a CPU; {} on
-    CUDA.
+def prefill_arguments(
+    folder: str | Path, config: RolloutConfig, *, on_cuda: bool
+) -> dict[str, Any]:
+    """Returns the keyword arguments of `vllm.LLM` that turn off chunked prefill of the model in
+    `folder` on a CPU; {} on CUDA.
 
     After each chunk of a prompt, vLLM 0.32 samples a token and then resets the request's random
-    generator, which CPU generators do not support.
+    generator, which CPU generators do not support. Without chunks, vLLM can't keep recurrent states
+    of prefixes, so the prefix cache is turned off for layers that have such states.
     """
     if on_cuda:
         return {}
-    return {
+    whole: dict[str, Any] = {
         "enable_chunked_prefill": False,
         "max_num_batched_tokens": max(CPU_STEP_TOKENS, config.max_row_tokens),
     }
+    return whole | ({"enable_prefix_caching": False} if has_recurrent_layers(folder) else {})
+
+
+def has_recurrent_layers(folder: str | Path) -> bool:
+    """Returns whether layers of the model in `folder` keep a state instead of keys and values, by
+    transformers' layer types; False for a model that transformers does not know.
+    """
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False).get_text_config()
+    except (ValueError, OSError):
+        return False
+    kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None)
+    return not RECURRENT.isdisjoint(kinds or ())
 
 
 def limits_of(config: RolloutConfig) -> dict[str, int]:

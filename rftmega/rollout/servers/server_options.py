@@ -69,7 +69,7 @@ def arguments_of(
     elif not config.stop:
         flags.append("--skip-tokenizer-init")  # image processors and stop strings need it
     written_as = described(unquantised) if config.quantization == "fp8" else None
-    given = prefill_arguments(config, on_cuda=on_cuda)
+    given = prefill_arguments(folder, config, on_cuda=on_cuda)
     given |= model_arguments(folder, on_cuda=on_cuda, written_as=written_as)
     for name, value in given.items():
         option = name.replace("_", "-")

@@ -86,3 +86,23 @@ def test_a_tensor_that_goes_two_ways_goes_them_both_by_the_loader() -> None:
         tensor.sum()
 
     assert recorded(loader).plain().keys() == {"other"}
+
+
+def test_views_of_one_tensor_that_are_joined_are_all_read() -> None:
+    """As Falcon's loader joins a group's queries, keys and values."""
+    recorder = recorded(lambda p, t: p.view(8, 6).copy_(torch.cat([t[5:], t[:2], t[2:5]])))
+    assert sorted(recorder.asked["tensor"]) == [
+        ((0, 2), (0, 6)),
+        ((2, 5), (0, 6)),
+        ((5, 8), (0, 6)),
+    ]
+    assert set(recorder.plain()) == {"other"}
+
+
+def test_a_computed_tensor_that_is_copied_to_a_tensor_with_memory_is_read_and_not_copied() -> None:
+    """As Bloom's loader copies rearranged queries, keys and values."""
+    there = torch.full((8, 6), 3.0)
+    recorder = recorded(lambda p, t: there.copy_(t.flip(0)))
+    assert recorder.asked["tensor"] == [((0, 8), (0, 6))]
+    assert set(recorder.plain()) == {"other"}
+    assert (there == 3).all()

@@ -12,8 +12,13 @@ import pytest
 import torch
 
 from rftmega.config import RolloutConfig
-from rftmega.rollout.engines.vllm_models import model_arguments
+from rftmega.rollout.engines.vllm_models import (
+    has_recurrent_layers,
+    model_arguments,
+    prefill_arguments,
+)
 from rftmega.runtime.parallel.process_group import World
+from tests.family_configs import tiny_config
 from tests.imitation_cuda import imitated
 
 
@@ -172,3 +177,27 @@ def test_an_engine_of_8_bits_is_told_so_and_its_loader_gets_numbers_and_scales(
     assert (numbers[0], numbers[1].dtype) == (name, torch.float8_e4m3fn)
     assert (scales[0], scales[1].tolist()) == (f"{name}_scale_inv", [[pytest.approx(1 / 448)]])
     assert (head[0], head[1].dtype) == ("lm_head.weight", torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "recurrent"),
+    [
+        *((each, True) for each in ("qwen3_5_text", "falcon_h1", "lfm2_moe", "mamba2", "jamba")),
+        *((each, False) for each in ("qwen3", "gemma3_text", "llama4_text", "gpt_oss")),
+    ],
+)
+def test_the_prefix_cache_is_off_on_a_cpu_where_layers_keep_a_state(
+    model_type: str, recurrent: bool, tmp_path: Path
+) -> None:
+    """Which needs chunks of prompts, as vLLM says at its start."""
+    tiny_config(model_type).save_pretrained(tmp_path)
+    given = prefill_arguments(tmp_path, RolloutConfig(), on_cuda=False)
+    assert given["enable_chunked_prefill"] is False
+    assert ("enable_prefix_caching" in given) == recurrent
+    assert given.get("enable_prefix_caching", False) is False
+    assert prefill_arguments(tmp_path, RolloutConfig(), on_cuda=True) == {}
+
+
+def test_a_model_that_transformers_does_not_know_keeps_its_prefix_cache(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "nobody_knows"}')
+    assert not has_recurrent_layers(tmp_path)
