@@ -11,6 +11,7 @@ from rftmega.backends.decoder.describe import (
     tower_of,
     unknown_to_transformers,
 )
+from rftmega.backends.decoder.meta_decoder import describe as described
 from rftmega.backends.decoder.meta_decoder import on_meta
 from rftmega.backends.decoder.tensor_plan import styles_of
 from rftmega.config import SERVED_VOCABULARY, ParallelConfig, RunConfig
@@ -144,6 +145,14 @@ def _described(config: RunConfig, path: str) -> ModelDescription:
         read = read_config(path)
         return describe_any(read, tower_of(path, read))
     return describe(read_hf_config(path))
+
+
+def _counted(config: RunConfig, path: str) -> ModelDescription:
+    """Returns the description of `_described`, with the number of parameters for every backend."""
+    if not backend_of(config).any_decoder:
+        return _described(config, path)
+    read = read_config(path)
+    return described(on_meta(read, "eager"), tower_of(path, read))
 
 
 def _router_replay(config: RunConfig, model: ModelDescription, on: device.Device) -> list[str]:
@@ -422,7 +431,7 @@ def _value_model(
 
 def dry_run(config: RunConfig, world_size: int) -> str:
     """Returns a text with the process layout, the batch arithmetic and the parameters per rank."""
-    model, parallel = _described(config, config.model.path), config.parallel
+    model, parallel = _counted(config, config.model.path), config.parallel
     replica = parallel.tensor * parallel.context * parallel.pipeline
     data = world_size // replica
     layout = layout_name(parallel, data)
@@ -436,7 +445,7 @@ def dry_run(config: RunConfig, world_size: int) -> str:
         "reward_model": 2,
     }[config.algorithm.task]
     rows = config.trainer.prompts_per_step * completions
-    batch = f"{config.trainer.prompts_per_step} prompts x {completions} answers = {rows} rows"
+    batch = f"{config.trainer.prompts_per_step} prompts x {completions} completions = {rows} rows"
     lines = [
         f"model       {model.family}, {model.parameters:,} parameters, {model.layers} layers, vocabulary {model.vocabulary}",
         f"backend     {config.backend}",

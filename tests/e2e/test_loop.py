@@ -341,7 +341,7 @@ def test_dry_run_prints_layout_batch_and_parameters_and_starts_nothing(
     assert done.returncode == 0, done.stderr
     for part in (
         "8 = TP2 x PP2 x DP2",
-        "8 prompts x 4 answers = 32 rows",
+        "8 prompts x 4 completions = 32 rows",
         "rank 5: tensor 1, stage 1",
     ):
         assert part in done.stdout

@@ -4,6 +4,8 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from rftmega.examples.arithmetic import warm_start
 from rftmega.run.command_line import run
@@ -62,6 +64,20 @@ def test_a_dry_run_says_what_it_looked_at(
     with (folder / "train.jsonl").open("a") as file:
         file.write("no JSON\n")
     assert dry(folder, monkeypatch, capsys)[0] == 0, "the 21st record is not read"
+
+
+def test_a_dry_run_counts_parameters_under_each_backend(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Transformers' own count; FSDP shares them among processes."""
+    config = AutoConfig.from_pretrained(folder / "model")
+    with torch.device("meta"):
+        number = AutoModelForCausalLM.from_config(config).num_parameters()
+    for backend in ("megatron", "fsdp"):
+        code, said = dry(folder, monkeypatch, capsys, f"backend={backend}")
+        assert code == 0, said
+        assert f"{number:,} parameters" in said
+    assert f"parameters a rank: about {number:,}" in said
 
 
 @pytest.mark.parametrize(
