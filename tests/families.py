@@ -442,9 +442,14 @@ def of_the_docs(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def write_table(rows: list[dict[str, Any]]) -> None:
-    """Writes the rows for the documentation (website/architectures.py); those of other types stay."""
+    """Writes the rows for the documentation (website/architectures.py); those of other types
+    stay, and so do the cells of vLLM, which `sweep_vllm` measures.
+    """
     known = json.loads(TABLE.read_text())["rows"] if TABLE.is_file() else []
-    by_type = {row["type"]: row for row in [*known, *map(of_the_docs, rows)]}
+    by_type = {row["type"]: row for row in known}
+    for row in map(of_the_docs, rows):
+        before = by_type.get(row["type"], {})
+        by_type[row["type"]] = row | ({"vllm": before["vllm"]} if "vllm" in before else {})
     content = {
         "command": "python -m tests.families --docs",
         "machine": "CPU",

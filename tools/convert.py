@@ -170,10 +170,11 @@ def run(chosen: argparse.Namespace) -> int:
 
 def of_plain(source: Path, target: Path) -> int:
     """Writes the folder `source` with plain weights to `target`. Returns the exit code 0."""
-    from rftmega.run.conversion.plain import to_plain
+    from rftmega.run.conversion.plain import bytes_of_weights, to_plain
     from rftmega.run.conversion.progress_bar import progress_bar
 
-    with progress_bar(source, "to plain weights") as bar:
+    total = bytes_of_weights(source)
+    with progress_bar(source, "to plain weights", total=total) as bar:
         changed = to_plain(source, target, progress=bar.update)
     sys.stdout.write(f"{target}: {changed or 'config.json is unchanged'}\n")
     return 0

@@ -3,9 +3,11 @@
 """
 
 import json
+from pathlib import Path
 
 import pytest
 
+from tests import families
 from tests.families import (
     BOUNDS,
     STAGES,
@@ -60,3 +62,16 @@ def test_a_model_answers_in_vllm_as_in_the_trainer_before_and_after_a_step(model
     row = vllm_row(model_type)
     assert isinstance(row["vllm"], float), row
     assert row["vllm"] <= BOUNDS["push"], row
+
+
+def test_a_row_that_is_measured_anew_keeps_the_cell_of_vllm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(families, "TABLE", tmp_path / "table.json")
+    known = [{"type": "qwen2", "verdict": "ok", "vllm": 2e-6}, {"type": "qwen3", "vllm": "no"}]
+    (tmp_path / "table.json").write_text(json.dumps({"rows": known}))
+    families.write_table([{"type": "qwen2", "refused": "why", "seconds": 1.0}])
+    assert json.loads((tmp_path / "table.json").read_text())["rows"] == [
+        {"type": "qwen2", "refused": "why", "verdict": "refused", "vllm": 2e-6},
+        {"type": "qwen3", "vllm": "no"},
+    ]

@@ -10,13 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import xxhash
 from torch import Tensor
 
 from rftmega.converters.block_scales import BlockScales
 from rftmega.core.errors import CheckpointError
 from rftmega.core.shards import SCALES
-from rftmega.models.hf.hf_folder import HFFolder, PlannedTensor, bytes_of
+from rftmega.models.hf.hf_folder import HFFolder, PlannedTensor, fill_from
 from rftmega.models.kernels.block_scaled import NUMBERS, quantise
 
 STORED = "F8_E4M3"
@@ -104,12 +103,7 @@ class BlockScaledFolder(HFFolder):
         """
         if not self._is_scaled(name):
             return super().fill(targets, name, shape)
-        weight, found, start = self.slice_of(name, shape), xxhash.xxh3_64(), 0
-        for target in targets:
-            target.copy_(weight[start : start + len(target)])
-            found.update(bytes_of(target))
-            start += len(target)
-        return str(found.hexdigest())
+        return fill_from(self.slice_of(name, shape), targets)
 
     def _is_scaled(self, name: str) -> bool:
         return name + SCALES in self._scales

@@ -223,6 +223,18 @@ class HFFolder:
         return self._headers[file]
 
 
+def fill_from(weight: Any, targets: Sequence[Tensor]) -> str:
+    """Copies `weight`, of which slices can be taken, into `targets`, contiguous tensors of its
+    consecutive rows, and returns the checksum of the whole.
+    """
+    found, start = xxhash.xxh3_64(), 0
+    for target in targets:
+        target.copy_(weight[start : start + len(target)])
+        found.update(bytes_of(target))
+        start += len(target)
+    return str(found.hexdigest())
+
+
 def read_into(stream: Any, tensor: Tensor, what: str) -> None:
     """Fills a contiguous tensor from an unbuffered file.
 

@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import xxhash
 from torch import Tensor
 
 from rftmega.converters.mxfp4 import BLOCKS, GROUP, MXFP4, SCALES
 from rftmega.core.errors import CheckpointError
-from rftmega.models.hf.hf_folder import HFFolder, PlannedTensor, bytes_of
+from rftmega.models.hf.hf_folder import HFFolder, PlannedTensor, fill_from
 from rftmega.models.kernels.mxfp4 import dequantised, quantise
 
 STORED = "U8"
@@ -121,12 +120,7 @@ class MXFP4Folder(HFFolder):
         """
         if name not in self.packed:
             return super().fill(targets, name, shape)
-        weight, found, start = self.slice_of(name, shape), xxhash.xxh3_64(), 0
-        for target in targets:
-            target.copy_(weight[start : start + len(target)])
-            found.update(bytes_of(target))
-            start += len(target)
-        return str(found.hexdigest())
+        return fill_from(self.slice_of(name, shape), targets)
 
 
 class MXFP4Format:

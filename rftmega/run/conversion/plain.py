@@ -66,6 +66,13 @@ def open_weights(source: Path) -> Tensors:
     return open_quantised(source, config)
 
 
+def bytes_of_weights(source: Path) -> int:
+    """Returns the number of bytes of weights that `to_plain` writes. Raises CheckpointError as
+    `open_weights` does.
+    """
+    return sum(tensor.bytes for tensor in _planned(open_weights(source)))
+
+
 def to_plain(source: Path, target: Path, *, progress: Progress = lambda _: None) -> str | None:
     """Writes to `target` the model of `source` with plain weights. Resumes an interrupted
     conversion.
@@ -103,10 +110,7 @@ def write_folder(
 
     Returns the log's entries by file, and a text about the changes made to config.json, or None.
     """
-    planned = [
-        PlannedTensor(name, files.dtype_of(name), files.shape_of(name)) for name in files.names
-    ]
-    shards = shards_of(planned, FILE_BYTES)
+    shards = shards_of(_planned(files), FILE_BYTES)
     with written_alone(target):
         finished = begin(target, dict(job))
         done: Entries = {}
@@ -125,3 +129,7 @@ def write_folder(
         write_sums(target, of_files)
         (target / PROGRESS).unlink()
     return done, changed
+
+
+def _planned(files: Tensors) -> list[PlannedTensor]:
+    return [PlannedTensor(name, files.dtype_of(name), files.shape_of(name)) for name in files.names]

@@ -6,12 +6,13 @@ from pathlib import Path
 from tqdm import tqdm
 
 
-def progress_bar(folder: Path, text: str, copies: int = 1) -> "tqdm[None]":
-    """Returns a progress bar labelled `text` over the bytes of a folder's weights times `copies`,
-    the number of times that they are processed.
+def progress_bar(
+    folder: Path, text: str, copies: int = 1, *, total: int | None = None
+) -> "tqdm[None]":
+    """Returns a progress bar labelled `text` over `total` bytes; without it, over the bytes of a
+    folder's weights times `copies`, the number of times that they are processed.
     """
-    files = [
-        path for path in folder.iterdir() if path.suffix in (".safetensors", ".distcp", ".bin")
-    ]
-    total = copies * sum(path.stat().st_size for path in files)
+    if total is None:
+        files = [path for path in folder.iterdir() if path.suffix in (".safetensors", ".distcp")]
+        total = copies * sum(path.stat().st_size for path in files)
     return tqdm(total=total, unit="B", unit_scale=True, desc=text, file=sys.stderr)
