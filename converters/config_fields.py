@@ -126,7 +126,7 @@ def _kinds() -> dict[str, Kind]:
         count: "first_k_dense_replace n_shared_experts num_nextn_predict_layers max_window_layers",
         number: "rms_norm_eps initializer_range routed_scaling_factor rope_theta attention_dropout router_jitter_noise "
         "residual_dropout resid_pdrop embd_pdrop embedding_multiplier residual_multiplier attention_multiplier",
-        factor: "logits_scaling",
+        factor: "logits_scaling swiglu_alpha swiglu_limit",
         pattern: "sliding_window_pattern",
         marks: "no_rope_layers",
         flag: "tie_word_embeddings attention_bias attention_out_bias mlp_bias qkv_bias norm_topk_prob use_sliding_window "

@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 
 import rftmega.runtime.device.before_megatron  # noqa: F401
@@ -60,10 +61,11 @@ def transformer_config(
         layernorm_epsilon=model.norm_epsilon,
         layernorm_zero_centered_gamma=model.zero_centered,
         qk_layernorm=model.qk_norm,
-        activation_func=_ACTIVATIONS[model.activation],
         gated_linear_unit=model.gated,
-        add_bias_linear=False,
+        **_activation(model),
+        add_bias_linear=model.biased,
         add_qkv_bias=model.qkv_bias,
+        softmax_type="learnable" if model.sinks else "vanilla",
         init_method_std=model.init_std,
         hidden_dropout=dropout,
         attention_dropout=dropout,
@@ -117,6 +119,22 @@ _ACTIVATIONS: dict[str, Any] = {
     "relu2": squared_relu,
     "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
 }
+
+
+def _activation(model: ModelDescription) -> dict[str, Any]:
+    if model.clamped is None:
+        return {"activation_func": _ACTIVATIONS[model.activation]}
+    return {
+        "activation_func": partial(_swish, model.clamped.alpha),
+        "activation_func_clamp_value": model.clamped.limit,
+        "glu_linear_offset": 1.0,
+    }
+
+
+def _swish(alpha: float, given: Tensor) -> Tensor:
+    return given * torch.sigmoid(alpha * given)
+
+
 _RECOMPUTE: dict[str, dict[str, Any]] = {
     "none": {},
     "selective": {"recompute_granularity": "selective"},
@@ -247,6 +265,10 @@ def build_chunk(
         spec.norm_all_heads(layers_spec)
     if model.rotated_qk_norm:
         spec.norm_rotated_heads(layers_spec)
+    if model.biased:
+        spec.train_expert_biases(layers_spec)
+    if model.sinks:
+        spec.attend_with_sinks(layers_spec)
     if model.scales.residual != 1.0:
         spec.scale_residual(layers_spec, model.scales.residual)
     if model.tower and model.tower.deepstack:

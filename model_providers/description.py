@@ -9,6 +9,7 @@ from typing import Any
 from rftmega.config import ParallelConfig
 from rftmega.converters.block_scales import FIELD, block_scales
 from rftmega.converters.llama_like import LLAMA_LIKE
+from rftmega.converters.mxfp4 import mxfp4
 from rftmega.core.errors import CheckpointError
 from rftmega.model_providers import families
 from rftmega.model_providers.hf_config import HFConfig
@@ -75,6 +76,16 @@ class Scales:
 
 
 @dataclass(frozen=True)
+class ClampedGate:
+    """ClampedGate describes the gated activation of gpt-oss: with the gate g at most `limit` and
+    the value x within -limit and limit, it is g sigmoid(alpha g) (x + 1).
+    """
+
+    alpha: float
+    limit: float
+
+
+@dataclass(frozen=True)
 class ModelDescription:
     """ModelDescription describes the architecture of a decoder and its vision or audio encoder
     (`tower`); sizes are those of the whole model, before sharding.
@@ -97,6 +108,10 @@ class ModelDescription:
     init_std: float
     activation: str = "silu"  # of the MLP, as config.json names it
     gated: bool = True  # the MLP has a gate
+    clamped: ClampedGate | None = None  # instead of `activation`
+    # output projections, experts and routers have a bias, besides q, k and v
+    biased: bool = False
+    sinks: bool = False  # each head has a learned term of the softmax's denominator
     full_width_qk_norm: bool = False  # q and k norms span all heads, instead of each
     rotated_qk_norm: bool = False  # q and k norms follow rotary embeddings, instead of preceding
     pre_norm: bool = True  # norms precede attention and MLP
@@ -123,6 +138,8 @@ class ModelDescription:
             shared = 3 * experts.shared_ffn + (1 if experts.shared_gate else 0)
             routed = experts.number * (3 * experts.ffn + 1)  # 1: the router's row
             mlps += sparse * self.hidden * (routed + shared)
+            if self.biased:
+                mlps += sparse * experts.number * (2 * experts.ffn + self.hidden + 1)
         outside = self.hidden + self.vocabulary * self.hidden * (1 if self.tied else 2)
         tower = self.tower.parameters if self.tower else 0
         return self.layers * (self._attention_parameters + norms) + mlps + outside + tower
@@ -142,7 +159,9 @@ class ModelDescription:
             up = latent.key_value_rank * self.heads * (latent.plain_dim + latent.value_dim)
             return queries + down + up + self.heads * latent.value_dim * self.hidden
         biases = self.head_dim * (self.heads + 2 * self.groups) if self.qkv_bias else 0
-        return self.hidden * self.head_dim * (2 * self.heads + 2 * self.groups) + biases
+        biases += self.hidden if self.biased else 0
+        sinks = self.heads if self.sinks else 0
+        return self.hidden * self.head_dim * (2 * self.heads + 2 * self.groups) + biases + sinks
 
 
 FAMILIES = tuple(
@@ -183,6 +202,8 @@ def decoder(
     activation: str = "silu",
     activation_field: str = "hidden_act",
     two_ropes: bool = False,
+    biased: bool = False,
+    packed: bool = False,
 ) -> ModelDescription:
     """Returns the description of a Llama-like decoder; functions of other architectures call this
     one and change the result with dataclasses.replace.
@@ -190,14 +211,17 @@ def decoder(
     `qkv_bias`: q, k and v have a bias. `qk_norm`: RMSNorm over each head of q and k. `head_dim`:
     None to read it from `config`. `partial_rope`: RoPE may cover only a part of each head.
     `activation`: the only supported value of the field `activation_field`. `two_ropes`: layers with
-    a sliding window have other rotary embeddings. Raises CheckpointError for inconsistent head
+    a sliding window have other rotary embeddings. `biased`: o_proj has the bias of q, k and v.
+    `packed`: experts' weights may be packed in MXFP4. Raises CheckpointError for inconsistent head
     sizes.
     """
     config.only(activation_field, activation, why="this family is trained with it")
     config.only("mlp_bias", False, why="the layers are built without")
-    config.only("attention_bias", False, qkv_bias, why="it would put a bias on o_proj, too")
+    if not biased:
+        config.only("attention_bias", False, qkv_bias, why="it would put a bias on o_proj, too")
     config.get(FIELD)
-    block_scales(config)  # refuses other quantisation methods
+    if not packed or mxfp4(config) is None:
+        block_scales(config)  # refuses other quantisation methods
     heads = config["num_attention_heads"]
     groups = config.get("num_key_value_heads", heads)
     if head_dim is None:
@@ -238,6 +262,7 @@ def decoder(
         qk_norm=qk_norm,
         activation=activation,
         init_std=config["initializer_range"],
+        biased=biased,
         padding=_padding(config),
     )
 
@@ -346,12 +371,12 @@ def layout_violations(model: ModelDescription, parallel: ParallelConfig) -> list
                 f"{model.tower.deepstack}, which have to be together. Set parallel.first_stage_layers, or lower "
                 "parallel.pipeline or parallel.virtual_pipeline."
             )
-    return found + _expert_violations(model.experts, parallel)
+    return found + _expert_violations(model, parallel)
 
 
-def _expert_violations(experts: Experts | None, parallel: ParallelConfig) -> list[str]:
+def _expert_violations(model: ModelDescription, parallel: ParallelConfig) -> list[str]:
     found = []
-    if experts is None:
+    if (experts := model.experts) is None:
         for option in ("expert", "expert_tensor"):
             if (value := getattr(parallel, option)) > 1:
                 found.append(f"parallel.{option}={value}: this model has no experts. Set it to 1.")
@@ -368,6 +393,11 @@ def _expert_violations(experts: Experts | None, parallel: ParallelConfig) -> lis
                 "moe_intermediate_size",
                 experts.ffn,
             )
+        )
+    if model.biased and parallel.expert_tensor > 1:
+        found.append(
+            f"parallel.expert_tensor={parallel.expert_tensor}: this model's experts have biases, and Megatron-Core 0.16 splits "
+            "experts without biases only. Set it to 1, and raise parallel.expert instead."
         )
     if parallel.tensor > 1 and not parallel.sequence:
         found.append(

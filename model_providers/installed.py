@@ -96,7 +96,10 @@ def fused_kernels(
         and not model.latent
         and not model.rope.yarn
         and not model.rope.sections,
-        "bias_activation_fusion": found.triton and model.activation == "silu" and model.gated,
+        "bias_activation_fusion": found.triton
+        and model.activation == "silu"
+        and model.gated
+        and not model.clamped,
         # The kernel that computes weight gradients adds them to the fp32 sums.
         "gradient_accumulation_fusion": bool(engine) or found.weight_gradients,
         # For the local norm and attention, which are not used.

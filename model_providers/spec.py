@@ -19,6 +19,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayerSubmodul
 from rftmega.model_providers.installed import uses_transformer_engine
 from rftmega.models.layers.adapter import with_adapter, with_adapters
 from rftmega.models.layers.attention import PackedAttention
+from rftmega.models.layers.expert_bias import with_expert_bias
 from rftmega.models.layers.fp32_norm import KeyNorm, QueryNorm
 from rftmega.models.layers.norm import LatentNorm, RMSNorm
 from rftmega.models.layers.post_norm import with_norm_behind
@@ -120,6 +121,25 @@ def rotate_by_layer(block: TransformerBlockSubmodules) -> None:
     for layer in {id(layer): layer for layer in block.layer_specs}.values():
         attention = layer.submodules.self_attention
         attention.module = with_own_rotary(attention.module)
+
+
+def attend_with_sinks(block: TransformerBlockSubmodules) -> None:
+    """Replaces the core attention in a block's spec by the one that supports attention sinks in
+    packed rows; Transformer Engine's does not.
+    """
+    for layer in {id(layer): layer for layer in block.layer_specs}.values():
+        layer.submodules.self_attention.submodules.core_attention = PackedAttention
+
+
+def train_expert_biases(block: TransformerBlockSubmodules) -> None:
+    """Replaces the second linear layers of experts in a block's spec by subclasses whose biases are
+    trained rightly.
+    """
+    for layer in {id(layer): layer for layer in block.layer_specs}.values():
+        mlp = layer.submodules.mlp.submodules
+        if isinstance(mlp, MoESubmodules):
+            experts = mlp.experts.submodules
+            experts.linear_fc2 = with_expert_bias(experts.linear_fc2)
 
 
 def scale_residual(block: TransformerBlockSubmodules, factor: float) -> None:

@@ -38,6 +38,8 @@ class BlockEngine:
         return [self._block(each, part) for each, part in zip(kinds, parts, strict=True)]
 
     def _block(self, kind: str, tensor: Tensor) -> Tensor:
+        if kind in ("o_proj", "down_proj", "w2") and tensor.dim() == 1:  # a bias
+            return tensor
         if kind in ("o_proj", "down_proj", "w2"):
             return tensor.chunk(self.ranks, dim=1)[self.rank]
         if kind in ("embed_tokens", "lm_head"):

@@ -175,6 +175,14 @@ LATER_MOE = {
 LATER = {
     "glm4-moe": LATER_MOE,
     "glm4-moe-one-group": LATER_MOE,
+    "gpt-oss": {  # its experts have biases, so that they are not split
+        name: layout for name, layout in LATER_MOE.items() if layout.parallel.expert_tensor == 1
+    }
+    | {
+        name: LAYOUTS["qwen3-moe"][name]
+        for name in ("EP2 x TP2 (one process an expert)", "EP2 x TP4, SP")
+    }
+    | {name: LAYOUTS["qwen3"][name] for name in ("TP2 x CP2, SP", "one process, full recompute")},
     "olmo2": LATER_DENSE,
     "phi3": LATER_DENSE,
     "phi3-tied-part-of-heads": LATER_DENSE,

@@ -203,6 +203,8 @@ class Linear(_Base):
                 0,
                 1,
             )
+        if bias and parallel_mode == "row":
+            self.bias.sequence_parallel = self.sequence_parallel
 
     def forward(self, x: Tensor, is_first_microbatch: bool | None = None) -> Any:
         from megatron.core import tensor_parallel as parallel
@@ -267,6 +269,7 @@ class GroupedLinear(_Base):
         tp_size: int,
         init_method: Any,
         bias: bool,
+        return_bias: bool,
         parallel_mode: str | None,
         params_dtype: torch.dtype,
         **_: Any,
@@ -278,23 +281,31 @@ class GroupedLinear(_Base):
             parallel_mode=parallel_mode,
             fuse=fuse_wgrad_accumulation,
         )
-        assert not bias and tp_size == 1, (
-            "Megatron's experts have no bias, and divide their matrices themselves"
-        )
-        self.num_gemms, self.use_bias = num_gemms, bias
+        assert tp_size == 1, "Megatron's experts divide their matrices themselves"
+        self.num_gemms, self.use_bias, self.return_bias = num_gemms, bias, return_bias
         for number in range(num_gemms):
             self._weight(f"weight{number}", out_features, in_features, params_dtype, init_method)
+            if bias:
+                made: Any = Parameter(torch.zeros(out_features, dtype=params_dtype))
+                if parallel_mode == "row":
+                    made.sequence_parallel = sequence_parallel
+                self.register_parameter(f"bias{number}", made)
 
     def forward(
         self, x: Tensor, m_splits: list[int], is_first_microbatch: bool | None = None
-    ) -> Tensor:
-        parts = x.split(m_splits)
-        return torch.cat(
-            [
-                self._multiply(part, getattr(self, f"weight{number}"))
-                for number, part in enumerate(parts)
-            ]
-        )
+    ) -> Any:
+        parts = [
+            self._multiply(part, getattr(self, f"weight{number}"))
+            for number, part in enumerate(x.split(m_splits))
+        ]
+        biases = [
+            getattr(self, f"bias{number}") for number in range(self.num_gemms * self.use_bias)
+        ]
+        if self.return_bias:
+            return torch.cat(parts), biases
+        if self.use_bias:
+            parts = [part + bias for part, bias in zip(parts, biases, strict=True)]
+        return torch.cat(parts)
 
 
 class RMSNorm(Module):

@@ -12,6 +12,7 @@ from transformers import (
     Exaone4Config,
     Gemma3TextConfig,
     Glm4MoeConfig,
+    GptOssConfig,
     GraniteConfig,
     HunYuanDenseV1Config,
     LlamaConfig,
@@ -200,6 +201,14 @@ VARIANTS: dict[str, tuple[type, dict[str, Any]]] = {
         },
     ),
     "hunyuan": (HunYuanDenseV1Config, {"head_dim": 32, "pad_token_id": None}),
+    "gpt-oss": (
+        GptOssConfig,
+        {
+            **{"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 32},
+            **{"sliding_window": 6, "swiglu_limit": 1.5, "tie_word_embeddings": False},
+            "rope_parameters": YARN | {"truncate": False},
+        },
+    ),
     "seed-oss": (SeedOssConfig, {"head_dim": 32, "tie_word_embeddings": False}),
 }
 
@@ -213,7 +222,7 @@ def save_tiny(folder: Path, variant: str, *, seed: int = 0, **changes: Any) -> P
     )
     with torch.no_grad():
         for parameter in model.parameters():
-            if parameter.dim() == 1:
+            if parameter.dim() == 1 or not parameter.any():
                 parameter.add_(0.2 * torch.randn_like(parameter))
             else:
                 parameter.mul_(3.0)

@@ -58,6 +58,7 @@ QUICK = {
         "TP2, SP, distributed optimizer (whole experts)",
     ),
     "deepseek-v3": ("TP2, SP",),
+    "gpt-oss": ("EP2 x TP2 (one process an expert)",),
     "qwen3_vl": ("FSDP 2",),
 }
 
@@ -97,7 +98,10 @@ def layouts_body(world: Any, folder: Path, layouts: dict[str, Layout]) -> dict[s
     return found
 
 
-@pytest.mark.parametrize("variant", list(QUICK))
+@pytest.mark.parametrize(
+    "variant",
+    [pytest.param(x, marks=[pytest.mark.ranks] if x == "gpt-oss" else []) for x in QUICK],
+)
 def test_three_updates_are_those_of_one_process_under_every_layout(
     variant: str, tmp_path: Path
 ) -> None:

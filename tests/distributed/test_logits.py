@@ -147,10 +147,14 @@ def test_logits_equal_those_of_transformers(
 def test_logits_equal_those_of_transformers_under_the_other_layouts(
     variant: str, tmp_path: Path
 ) -> None:
-    has_experts = "moe" in variant or variant.startswith(("mixtral", "deepseek"))
-    assert_equal_to_transformers(
-        [variant], MORE_LAYOUTS | (EXPERT_LAYOUTS if has_experts else {}), tmp_path
-    )
+    has_experts = "moe" in variant or variant.startswith(("mixtral", "deepseek", "gpt-oss"))
+    layouts = {  # Megatron refuses to split experts that have biases
+        name: (processes, parallel)
+        for name, (processes, parallel) in (MORE_LAYOUTS | EXPERT_LAYOUTS).items()
+        if (has_experts or name in MORE_LAYOUTS)
+        and (variant != "gpt-oss" or parallel.expert_tensor == 1)
+    }
+    assert_equal_to_transformers([variant], layouts, tmp_path)
 
 
 def test_each_process_computes_its_own_experts(tmp_path: Path) -> None:

@@ -11,6 +11,8 @@ from safetensors.torch import load_file
 
 from rftmega.checkpoints.reader import NORMS
 from rftmega.config import ParallelConfig
+from rftmega.model_providers.hf_config import read_hf_config
+from rftmega.models.hf.stacked_files import open_folder
 from rftmega.models.layers import latent_attention
 from rftmega.run.conversion import convert
 from rftmega.weights import EngineWeights, Exporter, export_hf_folder
@@ -56,7 +58,7 @@ MODELS = [
 
 
 def sparse(variant: str) -> bool:
-    return "moe" in variant or variant.startswith(("mixtral", "deepseek"))
+    return "moe" in variant or variant.startswith(("mixtral", "deepseek", "gpt-oss"))
 
 
 def model_body(world: Any, folder: Path, exported: Path, parallel: ParallelConfig) -> Any:
@@ -64,12 +66,15 @@ def model_body(world: Any, folder: Path, exported: Path, parallel: ParallelConfi
     manager = build_manager(folder, parallel)
     model = manager.description
     assert manager.config.gradient_accumulation_fusion
-    assert manager.config.bias_activation_fusion == (model.activation == "silu")
+    assert manager.config.bias_activation_fusion == (
+        model.activation == "silu" and not model.clamped
+    )
     assert manager.config.apply_rope_fusion == (not (model.latent or model.rope.yarn))
     assert not manager.chunks[-1].output_layer.gradient_accumulation_fusion, (
         "Megatron's own layer would need apex"
     )
-    disk = load_file(folder / "model.safetensors")
+    files = open_folder(folder, read_hf_config(folder))
+    disk = {name: files.whole(name, files.shape_of(name)) for name in files.names}
     exporter = Exporter(manager.shards(), manager.topology.replica_group, bucket_bytes=30_000)
     out = {name: tensor.clone() for name, tensor in exporter}
     assert out.keys() == disk.keys()
@@ -109,7 +114,7 @@ def test_every_family_binds_loads_computes_exports_and_pushes_under_the_fused_na
     )
     assert ("mlp.experts.linear_fc2.weight3" in fused) == sparse(variant)
     assert ("mlp.linear_fc1.layer_norm_weight" in fused) == (
-        variant not in ("mixtral", "qwen3-moe-plain-weights") and not behind
+        variant not in ("mixtral", "qwen3-moe-plain-weights", "gpt-oss") and not behind
     )
 
 

@@ -11,6 +11,8 @@ from safetensors.torch import load_file, save_file
 
 from rftmega.config import ParallelConfig
 from rftmega.core.errors import CheckpointError
+from rftmega.model_providers.hf_config import read_hf_config
+from rftmega.models.hf.stacked_files import open_folder
 from rftmega.run.conversion import convert
 from rftmega.runtime.parallel.topology import Topology
 from rftmega.weights import Exporter, export_hf_folder
@@ -62,7 +64,8 @@ SLOW = [
 @pytest.mark.parametrize("variant", [*FAST, *SLOW])
 def test_every_process_gets_every_tensor_as_it_was_on_disk(variant: str, tmp_path: Path) -> None:
     folder = save_tiny(tmp_path, variant)
-    disk = load_file(folder / "model.safetensors")
+    files = open_folder(folder, read_hf_config(folder))
+    disk = {name: files.whole(name, files.shape_of(name)) for name in files.names}
     for world, layouts in LAYOUTS.items():
         for found in run_ranks(world, exports_body, folder, layouts, 30_000):
             for parallel, (total, tensors) in zip(layouts, found, strict=True):

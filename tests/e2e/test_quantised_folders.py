@@ -53,9 +53,16 @@ def nearest(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return block_scaled.dequantised(numbers, scales, 16, 16).to(dtype)
 
 
-@pytest.mark.parametrize("kind", ["mxfp4", pytest.param("fp8", marks=pytest.mark.ranks)])
-def test_a_quantised_folder_trains_under_fsdp_as_its_plain_copy_and_is_written_either_way(
-    kind: str, arithmetic: Path, tmp_path: Path, train: Run
+@pytest.mark.parametrize(
+    ("kind", "backend"),
+    [
+        ("mxfp4", "fsdp"),
+        pytest.param("fp8", "fsdp", marks=pytest.mark.ranks),
+        pytest.param("mxfp4", "megatron", marks=pytest.mark.ranks),
+    ],
+)
+def test_a_quantised_folder_trains_as_its_plain_copy_and_is_written_either_way(
+    kind: str, backend: str, arithmetic: Path, tmp_path: Path, train: Run
 ) -> None:
     source, means = folder_of(kind, arithmetic, tmp_path)
     assert convert.main(["to-plain", str(source), str(tmp_path / "copy")]) == 0
@@ -64,7 +71,7 @@ def test_a_quantised_folder_trains_under_fsdp_as_its_plain_copy_and_is_written_e
     assert all(torch.equal(copy[name], means[name].to(copy[name].dtype)) for name in copy)
     assert "quantization_config" not in read_json_object(tmp_path / "copy/config.json")
     AutoModelForCausalLM.from_pretrained(tmp_path / "copy")
-    given = ["backend=fsdp", "rollout.engine=transformers", "trainer.steps=2", "trainer.export=true",
+    given = [f"backend={backend}", "rollout.engine=transformers", "trainer.steps=2", "trainer.export=true",
              "model.dtype=float32", "algorithm.kl.coef=0", "data.eval="]  # fmt: skip
     runs = {"quantised": [source, "trainer.export_quantised=true"], "copy": [tmp_path / "copy"]}
     for name, (model, *more) in runs.items():

@@ -3,6 +3,7 @@ conversion mapping, for names that `transformers.named_as_in_a_folder` does not 
 """
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
+from rftmega.converters import stacks_of
+from rftmega.core.json_files import read_json_object
 from rftmega.models.hf.hf_folder import HFFolder
 
 EXPERT = re.compile(r"\.experts\.(\d+)\.")
@@ -59,6 +62,7 @@ class ConvertedNames:
             pattern: each for each in self._converters for pattern in each.source_patterns
         }
         self._prefix = model.base_model_prefix
+        self._stacked = self._places(read_json_object(Path(folder) / "config.json"))
 
     def place_of(self, name: str, shape: tuple[int, ...]) -> Tensor | None:
         """Returns the view of a model parameter that corresponds to the folder's tensor `name` of
@@ -66,9 +70,21 @@ class ConvertedNames:
         """
         target, pattern = self._renamed(name)
         if (whole := self._state.get(target)) is None:
-            return None
+            stacked = self._stacked.get(name)
+            return stacked if stacked is not None and stacked.shape == shape else None
         place = whole if pattern is None else self._within(whole, name, pattern, shape)
         return place if place is not None and place.shape == shape else None
+
+    def _places(self, hf_config: Mapping[str, Any]) -> dict[str, Tensor]:
+        """Returns the views of parameters that stack matrices or biases of all experts, by the
+        names that these have in the architecture's conversion table.
+        """
+        return {
+            name: place.of(whole[place.expert])
+            for stack in stacks_of(hf_config)
+            if (whole := self._state.get(stack.name)) is not None and whole.shape == stack.published
+            for name, place in stack.places(transposed=True)
+        }
 
     def _within(
         self, whole: Tensor, name: str, pattern: str, shape: tuple[int, ...]

@@ -158,6 +158,21 @@ class HFFolder:
                 found.update(bytes_of(target))
         return str(found.hexdigest())
 
+    def entry(self, name: str, shape: tuple[int, ...], number: int) -> Tensor:
+        """Returns entry `number` along the first dimension of tensor `name`, which must have shape
+        `shape`; read into newly allocated memory.
+
+        Raises CheckpointError as `slice_of` does.
+        """
+        file, said = self._holder(name), self._said(name)
+        start, _ = self._header(file)
+        self._check_shape(name, tuple(said["shape"]), shape)
+        found = torch.empty(shape[1:], dtype=self.dtype_of(name))
+        with (self.folder / file).open("rb", buffering=0) as stream:
+            stream.seek(start + said["data_offsets"][0] + number * found.nbytes)
+            read_into(stream, found, f"{self.folder / file}: {name}")
+        return found
+
     def dtype_of(self, name: str) -> torch.dtype:
         """Returns the dtype of tensor `name`.
 

@@ -122,6 +122,12 @@ class MXFP4Folder(HFFolder):
             return super().fill(targets, name, shape)
         return fill_from(self.slice_of(name, shape), targets)
 
+    def entry(self, name: str, shape: tuple[int, ...], number: int) -> Tensor:
+        if name not in self.packed:
+            return super().entry(name, shape, number)
+        found: Tensor = self.slice_of(name, shape)[number : number + 1][0]
+        return found
+
 
 class MXFP4Format:
     """MXFP4Format writes a weight [E, C, R] as blocks and scales: a format of `Quantising`."""

@@ -12,122 +12,130 @@ import torch
 from torch import Tensor
 
 from rftmega.converters import stacks_of
+from rftmega.converters.block_scales import block_scales
+from rftmega.converters.mxfp4 import mxfp4
 from rftmega.converters.stacks import Place, Stack
 from rftmega.core.errors import CheckpointError
-from rftmega.models.hf.hf_folder import HFFolder, PlannedTensor, checksum, read_into
-from rftmega.models.hf.quantised_folder import is_quantised, open_quantised
+from rftmega.models.hf.hf_folder import HFFolder, PlannedTensor, checksum
+from rftmega.models.hf.quantised_folder import open_quantised
 
 
 def open_folder(folder: str | Path, hf_config: Mapping[str, Any]) -> HFFolder:
-    """Opens the weights of a folder with the reader that its config requires: quantised, stacked or
-    plain.
-    Raises CheckpointError as the readers do, and for a folder with both stacked and quantised
-    weights.
+    """Opens the weights of a folder with the readers that its config requires: quantised or plain,
+    stacked or not.
+    Raises CheckpointError as the readers do, and for stacked weights that are quantised in blocks.
     """
     stacks = stacks_of(hf_config)
-    if stacks and is_quantised(hf_config):
+    if stacks and mxfp4(hf_config) is None and block_scales(hf_config):
         raise CheckpointError(
             f"{folder}: quantised weights of a family whose folders hold a layer's experts in one tensor are not read. Convert "
             f"the folder first: rftmega convert to-plain {folder} OUT"
         )
-    return UnstackedFolder(folder, stacks) if stacks else open_quantised(folder, hf_config)
+    opened = open_quantised(folder, hf_config)
+    return UnstackedFolder(opened, stacks) if stacks else opened
 
 
 class MatrixSlice:
-    """MatrixSlice reads slices of one expert's matrix within a stacked tensor."""
+    """MatrixSlice reads slices of one expert's matrix, or bias, within a stacked tensor."""
 
     def __init__(self, stored: Any, place: Place):
         self._stored, self._place = stored, place
 
-    def __getitem__(self, index: slice | tuple[slice, slice]) -> Tensor:
-        rows, columns = index if isinstance(index, tuple) else (index, slice(None))
+    def __getitem__(self, index: slice | tuple[slice, ...]) -> Tensor:
+        rows, *others = index if isinstance(index, tuple) else (index,)
+        columns = others[0] if others else slice(None)
         start, stop, _ = rows.indices(self._place.stack.shape[0])
-        here = slice(self._place.start + start, self._place.start + stop)
-        if self._place.transposed:
-            found: Tensor = self._stored[self._place.expert, columns, here]
-            return found.T
-        straight: Tensor = self._stored[self._place.expert, here, columns]
-        return straight
+        here = self._place.along_out(start, stop)
+        own, block = slice(self._place.expert, self._place.expert + 1), slice(here.start, here.stop)
+        if len(self._place.stack.shape) == 1:
+            found: Tensor = self._stored[own, block][0]
+        elif self._place.transposed:
+            found = self._stored[own, columns, block][0].T
+        else:
+            found = self._stored[own, block, columns][0]
+        return found[:: here.step] if here.step else found
 
 
 class UnstackedFolder(HFFolder):
-    """UnstackedFolder is an HFFolder that presents each matrix of a stacked tensor as a separate
-    tensor.
+    """UnstackedFolder presents each matrix and bias of another HFFolder's stacked tensors as a
+    separate tensor.
     """
 
-    def __init__(self, folder: str | Path, stacks: Sequence[Stack]):
-        """Opens the folder; `stacks` describes the stacked tensors that it may contain.
+    def __init__(self, stored: HFFolder, stacks: Sequence[Stack]):
+        """`stored`: the folder; `stacks` describes the stacked tensors that it may contain.
 
         Raises CheckpointError if a stacked tensor has an unexpected shape, or if a matrix is also
         stored as a separate tensor.
         """
-        super().__init__(folder)
+        # everything is read through `stored`, so that the base class has nothing to open
+        self.folder, self._stored = stored.folder, stored
         self._places: dict[str, Place] = {}
         for stack in stacks:
-            if super().__contains__(stack.name):
+            if stack.name in stored:
                 self._places |= stack.places(transposed=self._is_transposed(stack))
         self._stacked = {place.stack.name for place in self._places.values()}
-        if twice := sorted(self._places.keys() & set(super().names)):
+        if twice := sorted(self._places.keys() & set(stored.names)):
             stack = self._places[twice[0]].stack
             raise CheckpointError(
                 f"{self.folder} holds {twice[0]!r}, and once more in {stack.name!r}. Remove one of them."
             )
 
     def _is_transposed(self, stack: Stack) -> bool:
-        shape = super().shape_of(stack.name)
+        shape = self._stored.shape_of(stack.name)
         if shape not in (stack.published, stack.untransposed):
+            other = (
+                ""
+                if stack.always_transposed
+                else f", or as transformers 5 writes it {stack.untransposed}"
+            )
             raise CheckpointError(
-                f"{self.folder}: {stack.name} has shape {shape}; config.json asks for {stack.published}, or as transformers 5 "
-                f"writes it {stack.untransposed}."
+                f"{self.folder}: {stack.name} has shape {shape}; config.json asks for {stack.published}{other}."
             )
         return shape == stack.published
 
     def __contains__(self, name: str) -> bool:
-        return name in self._places or (super().__contains__(name) and name not in self._stacked)
+        return name in self._places or (name in self._stored and name not in self._stacked)
 
     @property
     def names(self) -> Iterable[str]:
-        return [*(name for name in super().names if name not in self._stacked), *self._places]
+        return [*(each for each in self._stored.names if each not in self._stacked), *self._places]
+
+    @property
+    def files(self) -> list[Path]:
+        return self._stored.files
 
     def slice_of(self, name: str, shape: tuple[int, ...]) -> Any:
         if (place := self._places.get(name)) is None:
-            return super().slice_of(name, shape)
-        self.dtype_of(name)
+            return self._stored.slice_of(name, shape)
         _check(place, name, shape)
-        stack = place.stack
-        return MatrixSlice(self._file(self._holder(stack.name)).get_slice(stack.name), place)
+        return MatrixSlice(self._stored.slice_of(place.stack.name, self._shape_of(place)), place)
 
     def fill(self, targets: Sequence[Tensor], name: str, shape: tuple[int, ...]) -> str:
         if (place := self._places.get(name)) is None:
-            return super().fill(targets, name, shape)
+            return self._stored.fill(targets, name, shape)
         _check(place, name, shape)
-        matrix = place.of(self._expert(place)).contiguous()
+        experts = self._stored.entry(place.stack.name, self._shape_of(place), place.expert)
+        matrix = place.of(experts).contiguous()
         for target, rows in zip(
             targets, matrix.split([len(each) for each in targets]), strict=True
         ):
             target.copy_(rows)
         return checksum(matrix)
 
-    def _expert(self, place: Place) -> Tensor:
-        """Reads all matrices of the expert of `place` in its stacked tensor; they are contiguous in
-        the file.
-        """
-        name = place.stack.name
-        file, said = self._holder(name), self._said(name)
-        start, _ = self._header(file)
-        matrices = torch.empty(said["shape"][1:], dtype=super().dtype_of(name))
-        with (self.folder / file).open("rb", buffering=0) as stream:
-            stream.seek(start + said["data_offsets"][0] + place.expert * matrices.nbytes)
-            read_into(stream, matrices, f"{self.folder / file}: {name}")
-        return matrices
-
     def dtype_of(self, name: str) -> torch.dtype:
         place = self._places.get(name)
-        return super().dtype_of(place.stack.name if place else name)
+        return self._stored.dtype_of(place.stack.name if place else name)
 
     def shape_of(self, name: str) -> tuple[int, ...]:
         place = self._places.get(name)
-        return place.stack.shape if place else super().shape_of(name)
+        return place.stack.shape if place else self._stored.shape_of(name)
+
+    @staticmethod
+    def _shape_of(place: Place) -> tuple[int, ...]:
+        """Returns the shape of the stacked tensor that has `place`."""
+        biases = len(place.stack.shape) == 1
+        transposed = place.transposed or biases
+        return place.stack.published if transposed else place.stack.untransposed
 
 
 def _check(place: Place, name: str, shape: tuple[int, ...]) -> None:

@@ -1,11 +1,12 @@
-"""Causal attention of a chunk of queries in the middle of a sequence, with kernels that never
-materialise the scores.
+"""Causal attention of a whole sequence, or of a chunk of queries in the middle of one, with kernels
+that never materialise the scores; also with attention sinks.
 
 Such kernels support a square with a causal mask or a rectangle without a mask. A chunk needs both:
 the rectangle for all earlier keys, the square for its own. Each returns its output and the
 logarithm of its softmax denominator, from which the joint result is computed.
 """
 
+import functools
 from typing import Any
 
 import torch
@@ -26,72 +27,96 @@ def has_kernel(query: Tensor) -> bool:
 
 
 def attend_to_prefix(
-    query: Tensor, key: Tensor, value: Tensor, scale: float | None = None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Computes causal attention of a chunk's queries [b, heads, q, d] over keys and values [b,
-    groups, k, d] of the chunk and of the tokens before it, q < k, and returns [b, heads, q, d of
+    groups, k, d] of the chunk and of the tokens before it, q <= k, and returns [b, heads, q, d of
     values].
 
     The last query attends to all keys, the one before to all but the last key, and so on. `scale`:
-    factor of the scores, by default d^-0.5.
+    factor of the scores, by default d^-0.5. `sinks`: a score per head [heads] that counts in the
+    softmax's denominator only.
     """
     width = value.shape[-1]
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     # one size for all, which CUDA's kernel can load
     widest = -(-max(query.shape[-1], width) // 8) * 8
     query, key, value = (F.pad(x, (0, widest - x.shape[-1])) for x in (query, key, value))
-    attended: Tensor = _Joined.apply(query, key, value, scale)
+    attended: Tensor = _Joined.apply(query, key, value, scale, sinks)
     return attended[..., :width]
 
 
 class _Joined(torch.autograd.Function):
     """_Joined computes the causal attention of a chunk's queries in two halves, over the keys
     before the chunk (no mask) and over the chunk's own keys (causal mask); the output of each half
-    is weighted by its share of the softmax denominator.
+    is weighted by its share of the softmax denominator. Sinks are a part of the denominator.
 
     In the backward pass a kernel that gets the joint output and denominator computes the gradients
     of its half.
     """
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, scale: float, sinks: Tensor | None
+    ) -> Tensor:
         ctx.scale, ctx.split = scale, key.shape[2] - query.shape[2]
         groups = key.shape[1]
         before, own = _halves(key, value, ctx.split)
-        first, first_sum, seeds = _forward(_behind(query, groups), *before, False, scale)
-        first, first_sum = _beside(first, query), _beside(first_sum, query)
         second, second_sum, more_seeds = _forward(query, *_wide(query, *own), True, scale)
-        ctx.seeds = (seeds, more_seeds)
-        denominator = torch.logaddexp(first_sum, second_sum)
-        shares = [(part - denominator).exp()[..., None] for part in (first_sum, second_sum)]
-        attended = (first * shares[0] + second * shares[1]).to(query.dtype)
-        ctx.save_for_backward(query, key, value, attended, denominator)
+        parts, ctx.seeds = [(second, second_sum)], (more_seeds,)
+        if ctx.split:
+            first, first_sum, seeds = _forward(_behind(query, groups), *before, False, scale)
+            parts.append((_beside(first, query), _beside(first_sum, query)))
+            ctx.seeds = (more_seeds, seeds)
+        sums = [each for _, each in parts]
+        if sinks is not None:
+            sums.append(sinks.to(second_sum.dtype)[:, None].expand_as(second_sum))
+        denominator = functools.reduce(torch.logaddexp, sums)
+        shares = [part * (each - denominator).exp()[..., None] for part, each in parts]
+        attended = functools.reduce(torch.add, shares).to(query.dtype)
+        ctx.save_for_backward(query, key, value, attended, denominator, sinks)
         return attended
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
-        query, key, value, attended, denominator = ctx.saved_tensors
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None, Tensor | None]:
+        query, key, value, attended, denominator, sinks = ctx.saved_tensors
         groups = key.shape[1]
         before, own = _halves(key, value, ctx.split)
-        grad, whole, sums = (_behind(x, groups) for x in (grads[0], attended, denominator))
-        first = _backward(
-            grad, _behind(query, groups), *before, whole, sums, ctx.seeds[0], False, ctx.scale
-        )
-        second = _backward(
+        to_query, *second = _backward(
             grads[0],
             query,
             *_wide(query, *own),
             attended,
             denominator,
-            ctx.seeds[1],
+            ctx.seeds[0],
             True,
             ctx.scale,
         )
-        to_query = _beside(first[0], query) + second[0]
         # summed over the heads of a group
-        shared = (x.unflatten(1, (groups, -1)).sum(2) for x in second[1:])
-        to_key, to_value = (torch.cat(both, 2) for both in zip(first[1:], shared, strict=True))
-        return to_query, to_key, to_value, None
+        to_key, to_value = (x.unflatten(1, (groups, -1)).sum(2) for x in second)
+        if ctx.split:
+            grad, whole, sums = (_behind(x, groups) for x in (grads[0], attended, denominator))
+            first = _backward(
+                grad, _behind(query, groups), *before, whole, sums, ctx.seeds[1], False, ctx.scale
+            )
+            to_query = _beside(first[0], query) + to_query
+            to_key, to_value = torch.cat([first[1], to_key], 2), torch.cat([first[2], to_value], 2)
+        return to_query, to_key, to_value, None, _to_sinks(grads[0], attended, denominator, sinks)
+
+
+def _to_sinks(
+    grad: Tensor, attended: Tensor, denominator: Tensor, sinks: Tensor | None
+) -> Tensor | None:
+    """Returns the gradient of the sinks: a sink's share takes from all weights of its head."""
+    if sinks is None:
+        return None
+    share = (sinks.to(denominator.dtype)[:, None] - denominator).exp()
+    taken = (grad.to(denominator.dtype) * attended).sum(-1)
+    return -(share * taken).sum((0, 2)).to(sinks.dtype)
 
 
 def _halves(

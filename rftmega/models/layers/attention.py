@@ -13,9 +13,13 @@ from typing import Any, NamedTuple
 import torch
 from megatron.core import tensor_parallel
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.enums import AttnMaskType
-from megatron.core.transformer.utils import is_layer_window_attention
+from megatron.core.transformer.utils import (
+    is_layer_window_attention,
+    make_sharded_tensors_for_checkpoint,
+)
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -53,6 +57,23 @@ class PackedAttention(torch.nn.Module):
         self.window = config.window_size[0] + 1 if windowed and config.window_size else None
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         self.context_group = pg_collection.cp if config.context_parallel_size > 1 else None
+        # a score per head that counts in the softmax's denominator only
+        self.register_parameter("softmax_offset", None)  # named as in Megatron's own attention
+        if config.softmax_type == "learnable":
+            heads = config.num_attention_heads // pg_collection.tp.size()
+            self.softmax_offset = _sinks(config, heads)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: Any = None
+    ) -> dict[str, Any]:
+        """Returns the sinks, of which each tensor-parallel rank has those of its heads, for
+        Megatron's distributed checkpoints; {} if there are none.
+        """
+        state = self.state_dict(keep_vars=True)
+        found: dict[str, Any] = make_sharded_tensors_for_checkpoint(
+            state, prefix, dict.fromkeys(state, 0), sharded_offsets
+        )
+        return found
 
     def forward(
         self,
@@ -74,10 +95,10 @@ class PackedAttention(torch.nn.Module):
             assert self.context_group is None, "context parallelism needs packed rows"
             rows = (x.permute(1, 2, 0, 3) for x in (query, key, value))
             return self._attend(*rows).permute(2, 0, 1, 3).flatten(2)
+        self._refuse_long_rows(query, packed_seq_params)
         if self.context_group is None:
             parts = parts_of(packed_seq_params, 0, 1)
         else:
-            self._refuse_long_rows(query, packed_seq_params)
             parts = parts_of(
                 packed_seq_params, self.context_group.rank(), self.context_group.size()
             )
@@ -109,11 +130,12 @@ class PackedAttention(torch.nn.Module):
         queries, keys = query.shape[2], key.shape[2]
         if self.window is not None and self.window < keys:
             return self._attend_within(self.window, query, key, value)
-        if queries == keys:
+        sinks = self.softmax_offset
+        if queries == keys and sinks is None:
             return self._kernel(query, key, value)
         if self._dropout or not has_kernel(query):
             return self._kernel(query, key, value, _band(queries, keys, keys, query.device))
-        return attend_to_prefix(query, key, value, self.scale)
+        return attend_to_prefix(query, key, value, self.scale, sinks)
 
     def _attend_within(self, window: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Computes attention within a sliding window of `window` tokens; each block of queries
@@ -141,6 +163,9 @@ class PackedAttention(torch.nn.Module):
     def _kernel(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None
     ) -> Tensor:
+        if mask is not None and self.softmax_offset is not None:
+            key, value = (F.pad(x, (0, 0, 0, 1)) for x in (key, value))
+            mask = _with_sinks(mask, self.softmax_offset.to(query.dtype))
         # Heads differ between tensor-parallel processes, so dropout must differ, too.
         stream = (
             tensor_parallel.get_cuda_rng_tracker().fork()
@@ -161,20 +186,42 @@ class PackedAttention(torch.nn.Module):
 
     def _refuse_long_rows(self, query: Tensor, packed: PackedSeqParams) -> None:
         """Raises ConfigError for rows longer than LONGEST if only a kernel with a mask supports
-        their chunks, because the mask would not fit in memory.
+        them, or their chunks, because the mask would not fit in memory.
         """
+        if self.context_group is None and self.softmax_offset is None:
+            return
         masked = self.window is None and (self._dropout or not has_kernel(query))
         if masked and packed.max_seqlen_q > LONGEST:
+            why = "attention sinks" if self.context_group is None else "context parallelism"
             what = (
                 "model.dropout above 0"
                 if self._dropout
                 else f"{query.dtype} with heads of {query.shape[-1]} on CUDA"
             )
             raise ConfigError(
-                f"A row of {packed.max_seqlen_q} tokens under context parallelism with {what}: without Transformer Engine its "
+                f"A row of {packed.max_seqlen_q} tokens under {why} with {what}: without Transformer Engine its "
                 f"mask would grow with the square of the row, so rows of up to {LONGEST} tokens are taken. Set model.dropout=0 "
                 "and model.dtype=bfloat16, parallel.context=1, or install Transformer Engine."
             )
+
+
+def _sinks(config: TransformerConfig, heads: int) -> torch.nn.Parameter:
+    """Returns initialised attention sinks of the `heads` of this tensor-parallel rank."""
+    sinks = torch.nn.Parameter(torch.empty(heads, dtype=config.params_dtype))
+    set_tensor_model_parallel_attributes(sinks, True, 0, 1)
+    assert config.init_method is not None
+    config.init_method(sinks)
+    return sinks
+
+
+def _with_sinks(mask: Tensor, sinks: Tensor) -> Tensor:
+    """Returns the scores [heads, queries, keys + 1] to add for a mask [queries, keys] and one more
+    key, which is 0: the sinks.
+    """
+    seen = sinks.new_zeros(mask.shape).masked_fill(~mask, -torch.inf)
+    shape = (len(sinks), *mask.shape)
+    last = sinks[:, None, None].expand(*shape[:2], 1)
+    return torch.cat([seen.expand(shape), last], -1)
 
 
 def _band(queries: int, keys: int, window: int, where: torch.device) -> Tensor:

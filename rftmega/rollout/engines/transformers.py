@@ -43,6 +43,7 @@ CHECKED = 8  # tokens with which a model's cache is compared
 # down_proj; and of the MoE block.
 EXPERT_NAMES = {"mixtral": ("w1", "w3", "w2")}
 BLOCKS = {"mixtral": ".block_sparse_moe."}
+STACKED = ("gpt_oss",)  # architectures whose checkpoints hold experts as transformers does
 # An architecture's checkpoint prefixes, by the prefixes in transformers.
 PREFIXES = {
     family: {"model.language_model.": "model.", "model.visual.": "visual."}
@@ -65,7 +66,7 @@ KINDS_OF_MEDIA = (
 
 def named_as_in_a_folder(model: PreTrainedModel) -> dict[str, Tensor]:
     """Returns the parameters and saved buffers of `model` under the names that they have in
-    safetensors checkpoints, with one tensor per expert and matrix.
+    safetensors checkpoints, with one tensor per expert and matrix unless these are STACKED.
 
     transformers holds a layer's experts in two tensors: gate_up_proj [experts, 2 x inner, hidden]
     and down_proj [experts, hidden, inner]. Views are returned, so that writing into one fills the
@@ -82,7 +83,9 @@ def named_as_in_a_folder(model: PreTrainedModel) -> dict[str, Tensor]:
             if name.startswith(prefix):
                 name = folders + name.removeprefix(prefix)
         stem, _, kind = name.replace(".mlp.", BLOCKS.get(family, ".mlp.")).rpartition(".")
-        if kind == "gate_up_proj" and tensor.dim() == 3:
+        if family in STACKED:
+            found[name] = tensor
+        elif kind == "gate_up_proj" and tensor.dim() == 3:
             for expert, both in enumerate(tensor.detach()):
                 found[f"{stem}.{expert}.{gate}.weight"], found[f"{stem}.{expert}.{up}.weight"] = (
                     both.chunk(2)

@@ -69,6 +69,7 @@ from rftmega.rollout.engines.vllm_models import (  # noqa: E402
 )
 from rftmega.rollout.engines.waveforms import WaveformPrompts  # noqa: E402
 from rftmega.weights.receivers.adapter import adapters_of, set_adapter  # noqa: E402
+from rftmega.weights.receivers.expert_slices import expert_slices  # noqa: E402
 from rftmega.weights.receivers.fp8 import described, quantised  # noqa: E402
 from rftmega.weights.receivers.reload import (  # noqa: E402
     FreshParameters,
@@ -396,6 +397,7 @@ class VLLMEngine(Engine):
         if self._quantised:
             device.current().prepare_fp8()
             named_tensors = quantised(named_tensors)
+        named_tensors = expert_slices(self._folder, named_tensors)
         try:
             self._llm.collective_rpc(
                 "reload_weights",

@@ -13,6 +13,7 @@ from rftmega.converters import left_out, table
 from rftmega.core.errors import CheckpointError
 from rftmega.model_providers.hf_config import read_hf_config
 from rftmega.models.hf.hf_folder import INDEX, HFFolder, copy_companions
+from rftmega.models.hf.stacked_files import open_folder
 from tests.tiny_models import VARIANTS, save_tiny, with_predictor
 
 
@@ -20,7 +21,8 @@ def check(folder: Path) -> None:
     """As a start and a conversion do."""
     hf_config = read_hf_config(folder)
     allowed = frozenset({HEAD} if hf_config.get("tie_word_embeddings") else ())
-    refuse_strangers(HFFolder(folder), table(hf_config), hf_config, experts=8, allowed=allowed)
+    files = open_folder(folder, hf_config)
+    refuse_strangers(files, table(hf_config), hf_config, experts=8, allowed=allowed)
 
 
 def change_config(folder: Path, **fields: Any) -> None:

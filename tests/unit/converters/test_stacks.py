@@ -14,6 +14,8 @@ from rftmega.core.errors import CheckpointError
 from rftmega.model_providers.hf_config import read_hf_config
 from rftmega.models.hf.hf_folder import HFFolder, PlannedTensor, checksum
 from rftmega.models.hf.stacked_files import Stacking, open_folder
+from tests.packed_weights import pack_folder
+from tests.tiny_models import save_tiny
 from tests.tiny_vision import EXPERTS, by_matrix, publish_experts, save_tiny_vision
 
 LAYER = "model.language_model.layers.2.mlp.experts"
@@ -60,6 +62,34 @@ def test_a_matrix_and_any_piece_of_it_are_those_of_the_folder(
         halves = [torch.empty_like(half) for half in tensor.split([10, len(tensor) - 10])]
         assert files.fill(halves, name, tuple(tensor.shape)) == checksum(tensor.contiguous())
         assert torch.equal(torch.cat(halves), tensor)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_gate_and_up_of_gpt_oss_alternate_in_the_stack(packed: bool, tmp_path: Path) -> None:
+    """Also where the stack is stored in MXFP4."""
+    folder = save_tiny(tmp_path / "plain", "gpt-oss", intermediate_size=32)
+    stored = load_file(folder / "model.safetensors")
+    if packed:
+        stored = pack_folder(folder, tmp_path / "packed")
+        folder = tmp_path / "packed"
+    files, stem = opened(folder), "model.layers.2.mlp.experts"
+    gate_up, down = stored[f"{stem}.gate_up_proj"][3], stored[f"{stem}.down_proj"][3]
+    bias = stored[f"{stem}.gate_up_proj_bias"][3]
+    wanted = {
+        "gate_proj.weight": gate_up.T[::2],
+        "up_proj.weight": gate_up.T[1::2],
+        "down_proj.weight": down.T,
+        "gate_proj.bias": bias[::2],
+        "up_proj.bias": bias[1::2],
+        "down_proj.bias": stored[f"{stem}.down_proj_bias"][3],
+    }
+    for name, tensor in wanted.items():
+        whole = files.whole(f"{stem}.3.{name}", tuple(tensor.shape))
+        piece = files.slice_of(f"{stem}.3.{name}", tuple(tensor.shape))
+        assert torch.equal(whole, tensor), name
+        assert torch.equal(piece[5:12], tensor[5:12]), name
+        if tensor.dim() == 2:
+            assert torch.equal(piece[3:7, 9:30], tensor[3:7, 9:30]), name
 
 
 def test_the_table_reads_all_of_it_and_a_tensor_more_is_a_stranger(folder: Path) -> None:

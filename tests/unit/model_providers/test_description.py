@@ -58,6 +58,7 @@ def test_the_first_and_last_stage_may_be_shorter() -> None:
         ("qwen3", P(expert=2), "parallel.expert=2: this model has no experts. Set it to 1."),
         ("qwen3-moe", P(expert=3), "parallel.expert=3 does not divide the model's number of experts, 4; the nearest that"),
         ("qwen3-moe", P(expert_tensor=5), "parallel.expert_tensor=5 does not divide the model's moe_intermediate_size 48;"),
+        ("gpt-oss", P(expert_tensor=2), "parallel.expert_tensor=2: this model's experts have biases"),
         ("qwen3-moe", P(tensor=2), "parallel.tensor=2 with experts needs parallel.sequence=true"),
     ],
 )  # fmt: skip

@@ -59,6 +59,9 @@ SMALL_OF: dict[str, dict[str, Any]] = {
     "gemma3_text": {"hidden_activation": "gelu_pytorch_tanh", "attention_bias": False, "head_dim": 16, "sliding_window": 4,
                     "query_pre_attn_scalar": 20, "tie_word_embeddings": True,
                     "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "attention_bias": True, "head_dim": 16, "sliding_window": 4,
+                "swiglu_alpha": 1.5, "swiglu_limit": 5.0,
+                "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
     "hunyuan_v1_dense": {"attention_bias": False, "head_dim": 16, "eod_token_id": 3},
     "deepseek_v3": {
         "num_key_value_heads": 4, "q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4,
@@ -217,6 +220,8 @@ def compare(ours: ModelDescription, model: Any) -> None:
         )
         (bias,) = {getattr(attention, f"{name}_proj").bias is not None for name in rows}
         assert ours.qkv_bias == bias
+        assert ours.biased == (attention.o_proj.bias is not None)
+        assert ours.sinks == hasattr(attention, "sinks")
         assert ours.rotated_qk_norm == hasattr(attention, "query_layernorm")
         assert ours.qk_norm == (hasattr(attention, "q_norm") or ours.rotated_qk_norm)
         if ours.qk_norm and not ours.rotated_qk_norm:
@@ -290,7 +295,10 @@ def compare_experts(ours: ModelDescription, layers: Any, config: Any) -> None:
     assert (ours.experts.layers if ours.experts else frozenset()) == frozenset(sparse)
     if ours.experts is None or not sparse:
         return
-    gate = next(iter(sparse.values())).gate
+    mlp = next(iter(sparse.values()))
+    if ours.clamped:
+        assert (ours.clamped.alpha, ours.clamped.limit) == (mlp.experts.alpha, mlp.experts.limit)
+    gate = mlp.router if hasattr(mlp, "router") else mlp.gate
     assert (ours.experts.number, ours.experts.active) == (gate.num_experts, gate.top_k)
     assert ours.experts.normalised == getattr(gate, "norm_topk_prob", True)
     if ours.experts.sigmoid:
@@ -354,6 +362,7 @@ def test_a_field_is_what_transformers_makes_of_it(family: str, name: str) -> Non
             continue
         twice = {fields.get("num_experts"), fields.get("num_local_experts")} - {None}
         stricter = ("absent" if value is ABSENT else value) in STRICTER.get(name, [])
+        stricter |= (family, name, value) == ("gpt_oss", "attention_bias", False)
         check(
             fields,
             permitted=stricter

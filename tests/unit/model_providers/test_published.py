@@ -118,6 +118,22 @@ PUBLISHED: dict[str, tuple[int, dict[str, Any]]] = {  # name -> (parameters, the
         "rope_scaling": YARN | {"beta_fast": 1.0, "beta_slow": 1.0, "factor": 32.0}, "rope_theta": 50000.0,
         "routed_scaling_factor": 2.827, "scoring_func": "sigmoid", "seq_aux": True, "tie_word_embeddings": False,
         "topk_group": 1, "topk_method": "noaux_tc", "v_head_dim": 128, "vocab_size": 163840}),
+    **{
+        name: (parameters, {
+            "model_type": "gpt_oss", "attention_bias": True, "experts_per_token": 4, "head_dim": 64, "hidden_size": 2880,
+            "initial_context_length": 4096, "intermediate_size": 2880,
+            "layer_types": ["sliding_attention", "full_attention"] * (layers // 2), "max_position_embeddings": 131072,
+            "num_attention_heads": 64, "num_experts_per_tok": 4, "num_hidden_layers": layers, "num_key_value_heads": 8,
+            "num_local_experts": experts, "output_router_logits": False, "pad_token_id": 199999,
+            "quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]},
+            "rope_scaling": {"beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "original_max_position_embeddings": 4096,
+                             "rope_type": "yarn", "truncate": False},
+            "rope_theta": 150000, "router_aux_loss_coef": 0.9, "sliding_window": 128, "swiglu_limit": 7.0,
+            "tie_word_embeddings": False, "vocab_size": 201088})
+        for name, parameters, layers, experts in (
+            ("gpt-oss-20b", 20_914_757_184, 24, 32), ("gpt-oss-120b", 116_829_156_672, 36, 128),
+        )
+    },
     "DeepSeek-V3": (671_026_404_352, {
         "model_type": "deepseek_v3", "attention_bias": False, "auto_map": {}, "aux_loss_alpha": 0.001, "ep_size": 1,
         "first_k_dense_replace": 3, "hidden_size": 7168, "intermediate_size": 18432, "kv_lora_rank": 512,

@@ -24,9 +24,16 @@ from rftmega.models.kernels import prefix_attention
 from rftmega.models.layers.attention import LONGEST, PackedAttention, parts_of
 
 
-def dense(query: Tensor, key: Tensor, value: Tensor, scale: float, window: int) -> Tensor:
+def dense(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float,
+    window: int,
+    sinks: Tensor | None = None,
+) -> Tensor:
     """Softmax over all scores of [b, heads, q, d] and [b, groups, k, d]; the last query sees the
-    last key.
+    last key. `sinks`: [heads] scores of one more key of each head, whose value is 0.
     """
     repeat = query.shape[1] // key.shape[1]
     key, value = (x.repeat_interleave(repeat, 1) for x in (key, value))
@@ -35,7 +42,10 @@ def dense(query: Tensor, key: Tensor, value: Tensor, scale: float, window: int) 
     scores = (scale * query @ key.transpose(2, 3)).masked_fill(
         (behind < 0) | (behind >= window), -torch.inf
     )
-    return scores.softmax(-1) @ value
+    if sinks is None:
+        return scores.softmax(-1) @ value
+    everything = torch.cat([sinks[:, None, None].expand(*scores.shape[:3], 1), scores], -1)
+    return everything.softmax(-1)[..., 1:] @ value
 
 
 def tensors(
@@ -47,13 +57,18 @@ def tensors(
 
 
 def attention(
-    window: int | None = None, dropout: float = 0.0, processes: int = 1
+    window: int | None = None, dropout: float = 0.0, processes: int = 1, sinks: int = 0
 ) -> PackedAttention:
+    """`sinks`: the number of heads, of which each has a sink; 0: there are none."""
     config: Any = SimpleNamespace(
         window_size=(window - 1, 0) if window else None,
         window_attn_skip_freq=None,
         attention_dropout=dropout,
         context_parallel_size=processes,
+        softmax_type="learnable" if sinks else "vanilla",
+        num_attention_heads=sinks,
+        params_dtype=torch.float64,
+        init_method=torch.nn.init.normal_,
     )
     group = SimpleNamespace(size=lambda: processes, rank=lambda: 0)
     made = PackedAttention(
@@ -62,15 +77,18 @@ def attention(
         AttnMaskType.causal,
         "self",
         softmax_scale=0.3,
-        pg_collection=SimpleNamespace(cp=group),
+        pg_collection=SimpleNamespace(cp=group, tp=SimpleNamespace(size=lambda: 1)),
     )
     made.train()
     return made
 
 
-def assert_equal_to_dense(attend: Callable[..., Tensor], given: list[Tensor], window: int) -> None:
+def assert_equal_to_dense(
+    attend: Callable[..., Tensor], given: list[Tensor], window: int, sinks: Tensor | None = None
+) -> None:
     """Values and all gradients."""
-    found, wanted = attend(*given), dense(*given, 0.3, window)
+    found, wanted = attend(*given), dense(*given, 0.3, window, sinks)
+    given = given if sinks is None else [*given, sinks]
     torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
     weights = torch.randn_like(wanted)
     for one, other in zip(
@@ -102,6 +120,19 @@ def test_a_chunk_attends_to_its_prefix_and_to_itself_as_in_dense_attention(
     )
 
 
+@pytest.mark.parametrize("kernel", [True, False])
+@pytest.mark.parametrize("window", [None, 1, 5, 140, 150])
+@pytest.mark.parametrize(("queries", "keys"), [(150, 150), (40, 150)])
+def test_a_sink_takes_its_share_of_each_heads_weights(
+    queries: int, keys: int, window: int | None, kernel: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also without a kernel, as in float32 on CUDA."""
+    monkeypatch.setattr("rftmega.models.layers.attention.has_kernel", lambda query: kernel)
+    made = attention(window, sinks=4)
+    given = tensors(4, 2, queries, keys, 8, 6)
+    assert_equal_to_dense(made._attend, given, window or keys, made.softmax_offset)
+
+
 @pytest.mark.parametrize("window", [1, 5, 130, 299, 300, 400])
 @pytest.mark.parametrize(("queries", "keys"), [(300, 300), (75, 300), (131, 262)])
 def test_a_window_is_the_same_whatever_blocks_it_is_computed_in(
@@ -130,6 +161,8 @@ def test_no_tensor_grows_with_the_square_of_the_row(queries: int, window: int | 
     given = tensors(2, 1, queries, 2048, 8, 8)
     with Largest() as largest:
         attention(window)._attend(*given).sum().backward()
+        if window is None:
+            attention(sinks=2)._attend(*given).sum().backward()
     assert 0 < largest.elements <= 2 * 2 * 2 * 2048 * 8, (
         "more than twice the queries; a block's mask is smaller"
     )

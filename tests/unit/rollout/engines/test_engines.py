@@ -12,6 +12,8 @@ from rftmega.config import RolloutConfig
 from rftmega.core.errors import EngineError, WeightMismatch
 from rftmega.core.expert_routes import RoutedModel
 from rftmega.core.types import Completion, Prompt, Sampling
+from rftmega.model_providers.hf_config import read_hf_config
+from rftmega.models.hf.stacked_files import open_folder
 from rftmega.rollout.engines import Engine, EngineStatus, ScriptedEngine
 from rftmega.rollout.engines.transformers import TransformersEngine
 from rftmega.rollout.requests import PromptBatch, Request
@@ -295,3 +297,19 @@ def test_the_oracle_refuses_a_push_without_one_matrix_of_one_expert(tmp_path: Pa
     del tensors[name]
     with pytest.raises(WeightMismatch, match=name):
         engine.load_weights(tensors.items(), version=1)
+
+
+@pytest.mark.parametrize("ffn", [32, 64])
+def test_matrices_of_each_expert_fill_the_stacks_of_gpt_oss_whatever_their_shapes(
+    ffn: int, tmp_path: Path
+) -> None:
+    """A half of gate and up has the shape of gate; or down has that of its transpose."""
+    folder = save_tiny(tmp_path, "gpt-oss", intermediate_size=ffn)
+    files = open_folder(folder, read_hf_config(folder))
+    engine = transformers_engine(folder)
+    tensors = [(name, files.whole(name, files.shape_of(name))) for name in files.names]
+    engine.load_weights(tensors, version=1)
+    known = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).state_dict()
+    loaded = engine.model.state_dict()
+    assert loaded.keys() == known.keys()
+    assert all(torch.equal(loaded[name], known[name]) for name in known)
