@@ -28,7 +28,13 @@ PARTS: dict[str, Callable[[RewardConfig, Decode], Part]] = {
         memory_mib=config.code_memory_mib,
         inside=config.code_tests_inside,
     ),
-    "exact_match": lambda config, decode: each(exact_match_rule(config.answer_pattern)),
+    "exact_match": lambda config, decode: each(
+        exact_match_rule(
+            config.answer_pattern,
+            ignore_case=config.exact_match_ignore_case,
+            numeric=config.exact_match_numeric,
+        )
+    ),
     "format": lambda config, decode: each(format_rule(config.format_pattern)),
     "math": lambda config, decode: MathPart(workers=config.workers, seconds=config.math_seconds),
     "multiple_choice": lambda config, decode: each(multiple_choice.multiple_choice),
