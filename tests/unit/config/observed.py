@@ -36,6 +36,8 @@ from rftmega.monitoring import callbacks
 from rftmega.monitoring.observers import assemble
 from rftmega.monitoring.observers.observer import Observer
 from rftmega.monitoring.observers.trajectories import Trajectories
+from rftmega.rewards.exact_match import exact_match_rule
+from rftmega.rewards.part import Rule
 from rftmega.rollout import engines as rollout_engines
 from rftmega.rollout.servers import server_engine as servers
 from rftmega.rollout.servers.vllm import auth
@@ -276,6 +278,12 @@ def recorded(seen: Seen, name: str) -> type:
     return Recorded
 
 
+def recorded_rule(seen: Seen, pattern: str, **options: bool) -> Rule:
+    """The rule of exact match, which tells its options: no answer of Letters has a case."""
+    seen.append(("exact_match_rule", options))
+    return exact_match_rule(pattern, **options)
+
+
 def program(config: RunConfig, *, data_parallel: int = 1) -> Seen:
     """All that a run asks, computes and writes; or the error that it ends with."""
     seen: Seen = []
@@ -307,10 +315,10 @@ def program(config: RunConfig, *, data_parallel: int = 1) -> Seen:
         patch.setattr(assemble, "TensorBoard", lambda *_, **__: Observer())
         patch.setattr(assemble, "Progress", lambda *_: Observer())
         patch.setattr(assemble, "Trajectories", Written)
+        made = importlib.import_module("rftmega.rewards.create")
+        patch.setattr(made, "exact_match_rule", partial(recorded_rule, seen))
         for name in ("MathPart", "CodePart", "RemotePart", "JudgePart"):
-            patch.setattr(
-                importlib.import_module("rftmega.rewards.create"), name, recorded(seen, name)
-            )
+            patch.setattr(made, name, recorded(seen, name))
         try:
             task_of(config)(config)
         except RFTMegaError as error:
