@@ -8,7 +8,7 @@ from rftmega.config.options.parts import IMPLEMENTATIONS
 from rftmega.config.user_code.functions import RewardFunction, function_of, name_of
 from rftmega.core.errors import DataError
 from rftmega.core.types import Prompt
-from rftmega.rewards import code, multiple_choice
+from rftmega.rewards import code_labels, multiple_choice
 from rftmega.rewards.code import CodePart
 from rftmega.rewards.exact_match import exact_match_rule
 from rftmega.rewards.format import format_rule
@@ -49,7 +49,7 @@ PARTS: dict[str, Callable[[RewardConfig, Decode], Part]] = {
 }
 # component -> function that returns label -> complaint for invalid labels
 LABELS: dict[str, Callable[[RewardConfig, Iterable[str]], dict[str, str]]] = {
-    "code": lambda config, labels: told(code.complaint, labels),
+    "code": lambda config, labels: told(code_labels.complaint, labels),
     "math": lambda config, labels: math_complaints(labels, workers=config.workers),
     "multiple_choice": lambda config, labels: told(multiple_choice.complaint, labels),
 }
