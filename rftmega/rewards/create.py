@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from rftmega.config import RewardConfig
 from rftmega.config.options.parts import IMPLEMENTATIONS
@@ -9,7 +10,8 @@ from rftmega.config.user_code.functions import RewardFunction, function_of, name
 from rftmega.core.errors import DataError
 from rftmega.core.types import Prompt
 from rftmega.rewards import code_labels, multiple_choice
-from rftmega.rewards.code import CodePart
+from rftmega.rewards.answer import answer_of
+from rftmega.rewards.code import CodePart, code_of
 from rftmega.rewards.exact_match import exact_match_rule
 from rftmega.rewards.format import format_rule
 from rftmega.rewards.functions import function_part, missing_columns
@@ -47,6 +49,13 @@ PARTS: dict[str, Callable[[RewardConfig, Decode], Part]] = {
     ),
     "judge": lambda config, decode: JudgePart(config, decode),
 }
+# component -> function that returns the function which reads an answer in a response
+EXTRACTORS: dict[str, Callable[[RewardConfig, Any], Callable[[str], str | None]]] = {
+    "code": lambda config, part: code_of,
+    "exact_match": lambda config, part: answer_of(config.answer_pattern),
+    "math": lambda config, part: part.answer_in,
+    "multiple_choice": lambda config, part: multiple_choice.chosen_letter,
+}
 # component -> function that returns label -> complaint for invalid labels
 LABELS: dict[str, Callable[[RewardConfig, Iterable[str]], dict[str, str]]] = {
     "code": lambda config, labels: told(code_labels.complaint, labels),
@@ -74,7 +83,10 @@ def create(config: RewardConfig, decode: Decode, reasoning: Reasoning | None = N
         if name in used:
             function, where = IMPLEMENTATIONS[type(options)], f"reward.custom.{name}"
             parts[name] = function_part(function, where, decode, options=options)
-    return MixedReward(config, parts, decode, reasoning)
+    extractors = {
+        name: make(config, parts[name]) for name, make in EXTRACTORS.items() if name in parts
+    }
+    return MixedReward(config, parts, decode, reasoning, extractors)
 
 
 def functions_of(config: RewardConfig) -> dict[str, RewardFunction]:

@@ -1,6 +1,6 @@
 """Worker process that compares expressions, run as a script: reads JSON lines [response, label,
 seconds] and writes lines of 0 or 1. If the response is null, the line says whether the label can be
-parsed.
+parsed; if the label is null, it is the source of the response's last expression as JSON.
 
 `math.py` starts and ends this process. The script imports nothing of this package, so that the
 process starts in half a second. Expressions that math-verify misreads (currency, numbers in a base,
@@ -428,6 +428,13 @@ def misjudged(gold: Any, answer: Any) -> bool:
     return bool(NOTHING < size < 1 and abs(N(one) - N(other)) > FAR * size)
 
 
+def reply(response: str | None, label: str | None) -> int | str:
+    """Returns what the process writes for a request, see above."""
+    if response is None:
+        return int(bool(expressions(plain(label or ""))))
+    return answer_in(response) if label is None else int(equal(response, label))
+
+
 def main() -> None:
     logging.disable(logging.CRITICAL)
     answers = os.fdopen(os.dup(1), "w")
@@ -447,13 +454,12 @@ def main() -> None:
         response, label, seconds = json.loads(line)
         signal.setitimer(signal.ITIMER_REAL, seconds)
         try:
-            readable = response is None and expressions(plain(label))
-            score = int(bool(readable) or (response is not None and equal(response, label)))
+            told = reply(response, label)
         # any error of parsing free text, including MemoryError and RecursionError
         except Exception:
-            score = 0
+            told = 0
         signal.setitimer(signal.ITIMER_REAL, 0)
-        answers.write(f"{score}\n")
+        answers.write(json.dumps(told) + "\n")
         answers.flush()
 
 

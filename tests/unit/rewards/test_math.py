@@ -276,6 +276,22 @@ def test_answers_outside_of_a_box(part: MathPart) -> None:
     assert [(*case[:2], score) for case, score in zip(STATED, found, strict=True)] == STATED
 
 
+@pytest.mark.parametrize(
+    ("response", "answer"),
+    [
+        (r"So \boxed{10\,080} it is, not 5.", "10080"),
+        ("3 + 4 is 7.", "7"),
+        ("Answer: x>3", "x>3"),
+        ("No idea.", None),
+        ("", None),
+    ],
+)
+def test_the_answer_that_is_compared_can_be_asked_for(
+    part: MathPart, response: str, answer: str | None
+) -> None:
+    assert part.answer_in(response) == answer
+
+
 def test_a_label_of_which_nothing_can_be_read_is_found_before_training() -> None:
     config = RewardConfig(math=1.0, workers=1)
     good = [Prompt((1,), "7"), Prompt((1,), r"\$5", 1)]
