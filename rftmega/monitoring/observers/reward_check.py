@@ -7,6 +7,7 @@ from typing import Any
 
 from rftmega.core.ragged import Ragged
 from rftmega.core.types import Prompt, Samples
+from rftmega.monitoring.observers.health import UNDECIDED
 from rftmega.monitoring.observers.observer import Observer
 from rftmega.monitoring.observers.trajectories import Grading, graded, places_of
 
@@ -47,9 +48,11 @@ class RewardCheck(Observer):
             for row, place in zip(range(len(samples)), places_of(samples), strict=True)
             if row in chosen
         ]
+        if alike := ", ".join(equal_parts(samples, rows)):
+            lines.append(f"Equal for all {len(rows)}: {alike}.")
         log.info(
             "Reward check: %d of the %d completions of the first step, before the first update.\n%s",
-            len(lines),
+            len(chosen),
             len(rows),
             "\n".join(lines),
         )
@@ -72,7 +75,7 @@ class RewardCheck(Observer):
         prompt, first = samples.prompts[row], int(samples.rows.prompt_lengths[row])
         parts = {name: each[row].item() for name, each in samples.reward_parts.items()}
         known = ", ".join(
-            f"{name} {value:g}" for name, value in parts.items() if known_score(value)
+            f"{name} {value:g}" for name, value in parts.items() if tells(name, value)
         )
         said = [f"reward {samples.reward[row].item():g}" + (f" ({known})" if known else "")]
         if prompt.label:
@@ -90,8 +93,23 @@ class RewardCheck(Observer):
         return f"- {'; '.join(said)}\n  {shown(whole, LONGEST_TEXT)}{cut}"
 
 
-def known_score(value: float) -> bool:
-    return not math.isnan(value)
+def tells(name: str, value: float) -> bool:
+    """Returns whether a completion has a score of this name and it is worth telling."""
+    return not math.isnan(value) and not (name.endswith(UNDECIDED) and value == 0)
+
+
+def equal_parts(samples: Samples[Ragged], rows: Sequence[int]) -> list[str]:
+    """Returns the names and scores of the components that scored `rows` all alike, if there are
+    several.
+    """
+    if len(rows) < 2:
+        return []
+    columns = {name: each[rows] for name, each in samples.reward_parts.items()}
+    return [
+        f"{name} {each[0].item():g}"
+        for name, each in columns.items()
+        if tells(name, each[0].item()) and bool((each == each[0]).all())
+    ]
 
 
 def last_rows(samples: Samples[Ragged]) -> list[int]:

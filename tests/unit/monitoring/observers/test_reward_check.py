@@ -58,14 +58,18 @@ def checked(
 def test_completions_are_shown_once_with_answers_and_rewards(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    scores = [{"math": 1.0, "reward": 0.5}, {"format": 0.25, "reward": 0.0}]
+    scores = [
+        {"math": 1.0, "math_undecided": 0.0, "model": -1.0, "reward": 0.5},
+        {"format": 0.25, "model": -1.0, "reward": 0.0},
+    ]
     (told,) = checked(caplog, samples_of(["so 4", "\x1b[2J\nno~"], scores))
     assert told.splitlines() == [
         "Reward check: 2 of the 2 completions of the first step, before the first update.",
-        '- reward 0.5 (math 1); label "0"; math reads "4"; exact_match reads no answer',
+        '- reward 0.5 (math 1, model -1); label "0"; math reads "4"; exact_match reads no answer',
         '  "so 4"',
-        '- reward 0 (format 0.25); label "0"; math reads "4"; exact_match reads no answer',
+        '- reward 0 (model -1, format 0.25); label "0"; math reads "4"; exact_match reads no answer',
         '  "\\x1b[2J\\nno~" [cut off by its length]',
+        "Equal for all 2: model -1.",
     ]
     assert checked(caplog, samples_of(["a", "b"], scores), resumed=True) == []
     assert (
