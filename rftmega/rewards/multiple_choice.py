@@ -22,24 +22,24 @@ _STATED = re.compile(
 _CHOSEN = (
     # "I think it's D", "So it must be D", "I'd go with option D"
     re.compile(
-        rf"(?:{_BEGINS}|\b(?i:I(?:\s+would|['’]d)?\s+(?:think|believe|guess|say)(?:\s+that)?)\s)"
-        rf"(?i:it(?:['’]s|\s+is|\s+(?:must|has\s+to)\s+be)\s+(?:option\s+|choice\s+)?){_OPEN}(?P<said>[A-Z])(?![A-Za-z0-9']){_CLOSE}{_ENDS}"
+        rf"(?:{_BEGINS}|\b(?i:I(?:\s++would|['’]d)?\s++(?:think|believe|guess|say)(?:\s++that)?)\s)"
+        rf"(?i:it(?:['’]s|\s++is|\s++(?:must|has\s++to)\s++be)\s++(?:option\s++|choice\s++)?){_OPEN}(?P<said>[A-Z])(?![A-Za-z0-9']){_CLOSE}{_ENDS}"
     ),
     re.compile(
-        r"\bI(?:\s+(?:would|will)|['’](?:d|ll|m))?\s+(?i:choose|pick|select|go\s+with|going\s+with)\s+(?i:option\s+|choice\s+|answer\s+)?"
+        r"\bI(?:\s++(?:would|will)|['’](?:d|ll|m))?\s++(?i:choose|pick|select|go\s++with|going\s++with)\s++(?i:option\s++|choice\s++|answer\s++)?"
         rf"{_OPEN}(?P<said>[A-Z])(?![A-Za-z0-9']){_CLOSE}{_ENDS}"
     ),
     # "So B is correct.", "Option B is the right answer"
     re.compile(
-        rf"{_BEGINS}(?i:(?:option|choice|answer)\s+)?{_OPEN}(?P<said>[A-Z]){_CLOSE}\s+is\s+"
-        rf"(?:(?:the\s+)?(?:only\s+)?(?:correct|right|best)(?:\s+(?:answer|option|choice|one))?|the\s+answer){_CLOSE}{_ENDS}"
+        rf"{_BEGINS}(?i:(?:option|choice|answer)\s++)?+{_OPEN}(?P<said>[A-Z]){_CLOSE}\s++is\s++"
+        rf"(?:(?:the\s++)?(?:only\s++)?(?:correct|right|best)(?:\s++(?:answer|option|choice|one))?|the\s++answer){_CLOSE}{_ENDS}"
     ),
     re.compile(
-        rf"(?:(?:答案|正确选项)\s*(?:应该?)?(?:是|为|选|:)+|(?<![不别非没勿未误])选择?\s*:?){_OPEN}(?P<said>[A-Z])(?![A-Za-z0-9'])(?!\s*(?:不|错|是错|是不))"
+        rf"(?:(?:答案|正确选项)\s*+(?:应该?)?(?:是|为|选|:)+|(?<![不别非没勿未误])选择?\s*+:?){_OPEN}(?P<said>[A-Z])(?![A-Za-z0-9'])(?!\s*+(?:不|错|是错|是不))"
     ),
     re.compile(
         r"(?:(?m:^)|[。.;,]|所以|因此|故)[ \t]*+(?:选项)?+[ \t]*+(?P<said>[A-Z])"
-        r"\s*(?:选?项)?\s*是?正确(?:的|答案|选项)*(?=[。.,;!\s]|$)"
+        r"\s*+(?:选?项)?\s*+是?正确(?:的|答案|选项)*(?=[。.,;!\s]|$)"
     ),
 )
 _MENTIONED = re.compile(
