@@ -275,6 +275,9 @@ def recorded(seen: Seen, name: str) -> type:
         def __call__(self, completions: Sequence[Any]) -> list[float]:
             return [float(len(completion.response)) for completion in completions]
 
+        def answer_in(self, response: str) -> str:
+            return response
+
     return Recorded
 
 
