@@ -503,6 +503,12 @@ class RewardConfig:
     as well.
     """
 
+    exact_match_ignore_case: bool = False
+    """Exact match ignores case: YES equals Yes."""
+
+    exact_match_numeric: bool = False
+    """Exact match compares numbers by value: 0.50 equals 0.5, and 1,000 equals 1e3."""
+
     answer_pattern: str = ""
     """Regular expression whose last match in a response (its first group, if it has one) is the
     answer that exact_match and majority compare; without a match there is no answer. Empty: the

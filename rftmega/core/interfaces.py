@@ -390,6 +390,11 @@ class Callback(Protocol):
 
     def on_phase(self, trainer: Any, name: str, seconds: float) -> None: ...
 
+    def on_rollouts(self, trainer: Any, samples: Samples[Ragged]) -> None:
+        """Receives the scored samples of a step before they are trained on. `trainer.step` is the
+        number of finished steps.
+        """
+
     def on_experience(
         self, trainer: Any, samples: Samples[Ragged], experience: Experience[Ragged]
     ) -> None:

@@ -22,6 +22,8 @@ from rftmega.data.records import Record, value_at
 from rftmega.data.sources import without_contents
 from rftmega.data.tokenizer import Tokenizer
 
+TESTS = ("tests", "inputs", "test_cases")  # keys of a label of the code reward
+
 
 def load_prompts(
     source: str | Path,
@@ -68,6 +70,7 @@ def _parse(
 ) -> Prompt:
     config = encoder.config
     label = required(record, config.label_key, "data.label_key") if config.label_key else ""
+    label = _as_json(label) if _is_tests(label) else label
     if isinstance(label, bool) or not isinstance(label, str | int | float):
         raise DataError(
             f'"{config.label_key}" must be a string or a number, not {type(label).__name__}.'
@@ -99,8 +102,15 @@ def _columns(prompt: Any, record: Record, config: DataConfig) -> str:
     return _as_json({**record, **named, "prompt": prompt})
 
 
-def _as_json(record: Record) -> str:
-    """Returns a record as JSON; converts dates, times and decimals to text. Raises DataError for a
+def _is_tests(label: Any) -> bool:
+    """Returns whether a label may be the tests of a program (reward.code) as objects, not as JSON."""
+    if isinstance(label, list):
+        return bool(label) and all(isinstance(each, dict) and "input" in each for each in label)
+    return isinstance(label, dict) and not label.keys().isdisjoint(TESTS)
+
+
+def _as_json(record: Any) -> str:
+    """Returns a record or a part of it as JSON; converts dates, times and decimals to text. Raises DataError for a
     value of another type that JSON lacks.
     """
 

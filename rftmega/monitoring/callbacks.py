@@ -13,6 +13,7 @@ from rftmega.monitoring.observers.assemble import Text, observers_of
 from rftmega.monitoring.observers.checkpointing import Checkpointing
 from rftmega.monitoring.observers.evaluate import Evaluation
 from rftmega.monitoring.observers.observer import AtEnd, Observer
+from rftmega.monitoring.observers.reward_check import Extracting
 from rftmega.monitoring.observers.trajectories import Grading
 from rftmega.monitoring.performance.stragglers import Stragglers
 from rftmega.monitoring.performance.throughput import Throughput
@@ -29,6 +30,7 @@ def callbacks_of(
     *,
     is_main: bool,
     grading: Grading | None = None,
+    extracting: Extracting | None = None,
 ) -> list[Callback]:
     """Returns the callbacks of a run in the order in which they are called.
 
@@ -36,7 +38,8 @@ def callbacks_of(
     components whose state is saved in checkpoints, by name; `evaluation`: the callback that
     evaluates the model; `text`: the tokenizer that trajectories are written with; `is_main`:
     whether this is the main process, the only one that writes metrics and trajectories; `grading`:
-    returns the part of a response that rewards grade, see `trajectories.Grading`.
+    returns the part of a response that rewards grade, see `trajectories.Grading`; `extracting`:
+    returns the answers that rewards read, see `reward_check.Extracting`.
     """
     found: list[Callback] = [
         *observers_of(
@@ -47,6 +50,7 @@ def callbacks_of(
             is_main=is_main,
             measures=measures_of(config),
             grading=grading,
+            extracting=extracting,
         )
     ]
     if is_main and config.trainer.export:  # after the export, which makes the folder

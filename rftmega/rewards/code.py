@@ -7,7 +7,6 @@ tests run in the answer's interpreter, where an answer that knows this module's 
 pass.
 """
 
-import ast
 import json
 import logging
 import os
@@ -24,10 +23,23 @@ from pathlib import Path
 from typing import Any
 
 from rftmega.core.errors import RewardError
+from rftmega.rewards.code_labels import read_tests
 from rftmega.rewards.part import Answer, Undecided
 
 log = logging.getLogger(__name__)
 _BLOCK = re.compile(r"```(?:python|py)3?[ \t]*\r?\n(.*?)```", re.DOTALL | re.IGNORECASE)
+_ANY_BLOCK = re.compile(r"```([^\n`]*)\n(.*?)```", re.DOTALL)
+# Solutions of tasks that give only a function's head, as LeetCode does, expect these names.
+PRELUDE = """from collections import *
+from functools import *
+from heapq import *
+from itertools import *
+from math import *
+from typing import *
+from builtins import *
+import bisect, collections, copy, functools, heapq, itertools, math, operator, random, re, string, sys
+from bisect import bisect_left, bisect_right, insort
+"""
 ROOT = Path(__file__).parents[2]
 GRACE = 60.0  # seconds for the sandbox itself to start and end, on a busy machine
 SELF_TEST = 60.0  # time limit of the sandbox's self-test, in seconds
@@ -35,48 +47,14 @@ MARGIN = 4096  # bytes by which an output may exceed the expected one, for white
 
 
 def code_of(response: str) -> str:
-    """Returns the last closed ```python block, or the whole response if there is none."""
+    """Returns the last closed ```python block, else the last closed block that names no language,
+    or the whole response if there is none.
+    """
     blocks = _BLOCK.findall(response)
+    blocks = blocks or [
+        text for language, text in _ANY_BLOCK.findall(response) if not language.strip()
+    ]
     return blocks[-1] if blocks else response
-
-
-def read_tests(label: str) -> dict[str, Any]:
-    """Parses a label: {"tests": source of asserts} or {"inputs": [...], "outputs": [...]}.
-
-    Raises ValueError with the reason if the label has neither form.
-    """
-    try:
-        held = json.loads(label)
-    except ValueError as error:
-        raise ValueError(f"the label is not JSON ({error})") from None
-    if isinstance(held, dict) and isinstance(held.get("tests"), str):
-        try:
-            ast.parse(held["tests"])
-        except (SyntaxError, ValueError) as error:
-            raise ValueError(f"the label's tests are not Python ({error})") from None
-        return {"tests": held["tests"]}
-    if isinstance(held, dict):
-        inputs, outputs = held.get("inputs", 0), held.get("outputs", 0)
-        if _texts(inputs) and _texts(outputs) and len(inputs) == len(outputs) > 0:
-            return {"inputs": inputs, "outputs": outputs}
-    raise ValueError(
-        'the label is neither {"tests": text} nor {"inputs": [text, ...], "outputs": [as many]}'
-    )
-
-
-def _texts(held: Any) -> bool:
-    return isinstance(held, list) and all(isinstance(text, str) for text in held)
-
-
-def complaint(label: str) -> str | None:
-    """Returns the reason why `label`, the tests of a prompt as JSON, is invalid; None if it is
-    valid.
-    """
-    try:
-        read_tests(label)
-    except ValueError as error:
-        return str(error)
-    return None
 
 
 def same_output(found: str, expected: str) -> bool:
@@ -148,6 +126,12 @@ class CodePart:
             "memory": self.memory,
             "namespaces": self.namespaces,
         }
+        if "calls" in tests:
+            # an import from __future__ must stay the first statement
+            before = "" if "__future__" in code else PRELUDE
+            calls = {"calls": True, "inside": False, "tests": json.dumps(tests["calls"])}
+            outcome = self._run(job | {"answer": before + code} | calls)
+            return outcome if isinstance(outcome, Undecided) else float(outcome["passed"])
         if "tests" in tests:
             outcome = self._run(job | {"inside": self.inside} | tests)
             return outcome if isinstance(outcome, Undecided) else float(outcome["passed"])

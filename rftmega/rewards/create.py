@@ -2,14 +2,16 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from rftmega.config import RewardConfig
 from rftmega.config.options.parts import IMPLEMENTATIONS
 from rftmega.config.user_code.functions import RewardFunction, function_of, name_of
 from rftmega.core.errors import DataError
 from rftmega.core.types import Prompt
-from rftmega.rewards import code, multiple_choice
-from rftmega.rewards.code import CodePart
+from rftmega.rewards import code_labels, multiple_choice
+from rftmega.rewards.answer import answer_of
+from rftmega.rewards.code import CodePart, code_of
 from rftmega.rewards.exact_match import exact_match_rule
 from rftmega.rewards.format import format_rule
 from rftmega.rewards.functions import function_part, missing_columns
@@ -28,7 +30,13 @@ PARTS: dict[str, Callable[[RewardConfig, Decode], Part]] = {
         memory_mib=config.code_memory_mib,
         inside=config.code_tests_inside,
     ),
-    "exact_match": lambda config, decode: each(exact_match_rule(config.answer_pattern)),
+    "exact_match": lambda config, decode: each(
+        exact_match_rule(
+            config.answer_pattern,
+            ignore_case=config.exact_match_ignore_case,
+            numeric=config.exact_match_numeric,
+        )
+    ),
     "format": lambda config, decode: each(format_rule(config.format_pattern)),
     "math": lambda config, decode: MathPart(workers=config.workers, seconds=config.math_seconds),
     "multiple_choice": lambda config, decode: each(multiple_choice.multiple_choice),
@@ -41,9 +49,16 @@ PARTS: dict[str, Callable[[RewardConfig, Decode], Part]] = {
     ),
     "judge": lambda config, decode: JudgePart(config, decode),
 }
+# component -> function that returns the function which reads an answer in a response
+EXTRACTORS: dict[str, Callable[[RewardConfig, Any], Callable[[str], str | None]]] = {
+    "code": lambda config, part: code_of,
+    "exact_match": lambda config, part: answer_of(config.answer_pattern),
+    "math": lambda config, part: part.answer_in,
+    "multiple_choice": lambda config, part: multiple_choice.chosen_letter,
+}
 # component -> function that returns label -> complaint for invalid labels
 LABELS: dict[str, Callable[[RewardConfig, Iterable[str]], dict[str, str]]] = {
-    "code": lambda config, labels: told(code.complaint, labels),
+    "code": lambda config, labels: told(code_labels.complaint, labels),
     "math": lambda config, labels: math_complaints(labels, workers=config.workers),
     "multiple_choice": lambda config, labels: told(multiple_choice.complaint, labels),
 }
@@ -68,7 +83,10 @@ def create(config: RewardConfig, decode: Decode, reasoning: Reasoning | None = N
         if name in used:
             function, where = IMPLEMENTATIONS[type(options)], f"reward.custom.{name}"
             parts[name] = function_part(function, where, decode, options=options)
-    return MixedReward(config, parts, decode, reasoning)
+    extractors = {
+        name: make(config, parts[name]) for name, make in EXTRACTORS.items() if name in parts
+    }
+    return MixedReward(config, parts, decode, reasoning, extractors)
 
 
 def functions_of(config: RewardConfig) -> dict[str, RewardFunction]:

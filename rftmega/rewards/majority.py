@@ -38,6 +38,12 @@ class MajorityReward:
         scores = [score for group in vote_rewards(groups) for score in group]
         return [{"majority": score, "reward": score} for score in scores]
 
+    def extracted(self, prompt: Prompt, graded: str) -> dict[str, str | None]:
+        """Returns {"majority": the answer that votes}; None if there is none. `graded`: a response
+        without reasoning.
+        """
+        return {"majority": self.answer_of(graded)}
+
     def _answer(self, rollout: Rollout) -> str | None:
         graded = self.reasoning.read(rollout.context_ids, rollout.response_ids).graded
         return None if graded is None else self.answer_of(graded)

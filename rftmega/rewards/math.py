@@ -8,9 +8,11 @@ import re
 import select
 import subprocess
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from rftmega.core.errors import RewardError
 from rftmega.rewards.part import Answer, Undecided
@@ -39,6 +41,19 @@ class MathWorker:
         Returns Undecided if the comparison takes too long or ends the process. Raises RewardError
         if the process cannot be started.
         """
+        said = self._asked(response, label)
+        return Undecided() if said is None else float(said)
+
+    def answer_in(self, response: str) -> str | None:
+        """Returns the source of the response's last expression, which is compared with labels; None
+        if there is none or reading takes too long. Raises RewardError if the process cannot be
+        started.
+        """
+        said = self._asked(response, None)
+        return said if isinstance(said, str) and said else None
+
+    def _asked(self, response: str | None, label: str | None) -> Any:
+        """Returns what the worker process replies; None if it takes too long or ends."""
         if self.process and self.process.poll() is not None:
             self.close()  # it was ended meanwhile, for reasons unrelated to this response
         process = self.process or self._start()
@@ -51,9 +66,9 @@ class MathWorker:
         except BrokenPipeError:
             pass  # it is dead already, as after a time-out
         finally:
-            if said not in ("0\n", "1\n"):
+            if not said.endswith("\n"):
                 self.close()
-        return float(said) if said in ("0\n", "1\n") else Undecided()
+        return json.loads(said) if said.endswith("\n") else None
 
     def close(self) -> None:
         """Kills the worker process; the next comparison starts a new process."""
@@ -111,6 +126,13 @@ class MathPart:
         """Returns one score per label: 1 if it can be parsed as an expression, else 0."""
         return list(self.threads.map(self._score, [(None, label) for label in labels]))
 
+    def answer_in(self, response: str) -> str | None:
+        """Returns the source of the expression in a response that is compared with labels; None if
+        there is none.
+        """
+        with self._worker() as worker:
+            return worker.answer_in(response)
+
     def close(self) -> None:
         """Ends the worker processes; without this call they end when this process ends."""
         self.threads.shutdown()
@@ -118,9 +140,15 @@ class MathPart:
             self.free.get().close()
 
     def _score(self, asked: tuple[str | None, str]) -> float:
+        with self._worker() as worker:
+            return worker.equal(*asked)
+
+    @contextmanager
+    def _worker(self) -> Iterator[MathWorker]:
+        """Lends a free worker, once there is one."""
         worker = self.free.get()
         try:
-            return worker.equal(*asked)
+            yield worker
         finally:
             self.free.put(worker)
 

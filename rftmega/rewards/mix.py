@@ -1,7 +1,7 @@
 """Combines reward components into one weighted sum."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from rftmega.config import RewardConfig
@@ -56,11 +56,14 @@ class MixedReward:
         parts: Mapping[str, Part],
         decode: Decode,
         reasoning: Reasoning | None = None,
+        extractors: Mapping[str, Callable[[str], str | None]] | None = None,
     ):
         """`parts`: component name -> component, at least for the names in `parts_of(config)`.
         `decode` converts token ids to text. `reasoning`: separates responses from their reasoning;
-        None: `Reasoning.plain`.
+        None: `Reasoning.plain`. `extractors`: component name -> function that returns the answer
+        that the component reads in a response; for the components that read one.
         """
+        self.extractors = extractors or {}
         self.config, self.parts = config, parts
         self.reasoning = reasoning or Reasoning.plain(decode)
         self._own = {*config.function_names(), *config.custom}
@@ -112,6 +115,14 @@ class MixedReward:
             score | {"reward": sum(asked.get(name, 0.0) * value for name, value in score.items())}
             for score, asked in zip(scores, weights, strict=True)
         ]
+
+    def extracted(self, prompt: Prompt, graded: str) -> dict[str, str | None]:
+        """Returns component name -> the answer that it reads in `graded`, a response without
+        reasoning, None if there is none; for the components of the prompt's task type that read
+        one.
+        """
+        asked = weights_of(self.config, prompt.kind)
+        return {name: read(graded) for name, read in self.extractors.items() if name in asked}
 
     def _values(self, name: str, part: Part, answers: Sequence[Answer]) -> Sequence[float | None]:
         """Returns the scores of the component `part` with the name `name`. Built-in components are

@@ -104,6 +104,7 @@ def reinforce(config: RunConfig) -> int:
                     tokenizer,
                     is_main=world.is_main,
                     grading=lambda context, ids: reasoning.read(context, ids).graded,
+                    extracting=trained.extracted,
                 ),
             ]
             if world.is_main and config.checkpoint.every:

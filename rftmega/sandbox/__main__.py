@@ -5,8 +5,9 @@ Input: the line {"size": bytes, "tests": bytes}, then the job as JSON in `size` 
 tests in `tests` bytes. The job: "answer" (source text of the program under test), "seconds" (time
 limit of the whole job), "memory" (bytes), "namespaces" (whether they are available: true, false, or
 null: find out), and either "inputs" and "limits" (maximum bytes of output per input), or "inside"
-for tests (true: in the answer's own interpreter). Tests are read only after the answer's process
-was forked, so its memory never holds them.
+for tests (true: in the answer's own interpreter) and "calls" (true: the tests are JSON, see
+calls.py, and never run inside). Tests are read only after the answer's process was forked, so its
+memory never holds them.
 
 The outcome: "lacks" ("namespaces", "filter", "files" -> true if not available), and one of "passed"
 (whether the tests ran to completion); "outputs" (of the programs that succeeded, up to the first
@@ -29,6 +30,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from rftmega.sandbox import checker, imports, kernel, program, repl, served
@@ -93,7 +95,7 @@ def _outcome(job: dict[str, Any], size: int, lacks: dict[str, bool]) -> dict[str
         return {"failed": imports.why_not(outputs(imports.test_job(job)))}
     if "inputs" in job:
         return {"outputs": outputs(job)}
-    if job["inside"]:
+    if job["inside"] and not job.get("calls"):
         return {"passed": passes_inside(job, exactly(size).decode())}
     return passes(job, size)
 
@@ -109,7 +111,7 @@ def passes(job: dict[str, Any], size: int) -> dict[str, Any]:
     nowhere = os.open(os.devnull, os.O_RDWR)
     boxes: list[Box] = []
     try:
-        answer = job["answer"]
+        answer, are_calls = job["answer"], job.get("calls", False)
         start(boxes, lambda: served.serve(answer, requests, replies_in), job, stdin=nowhere, stdout=nowhere,
               keep=[requests, replies_in])  # fmt: skip
         for descriptor in (requests, replies_in):
@@ -118,7 +120,8 @@ def passes(job: dict[str, Any], size: int) -> dict[str, Any]:
             size
         ).decode()  # only now, so that the answer's process was forked without them
         verdict, verdict_in = os.pipe()
-        start(boxes, lambda: checker.check(tests, requests_in, replies, verdict_in), job, stdin=nowhere, stdout=nowhere,
+        check = partial(checker.check, tests, requests_in, replies, verdict_in, are_calls=are_calls)
+        start(boxes, check, job, stdin=nowhere, stdout=nowhere,
               keep=[requests_in, replies, verdict_in])  # fmt: skip
         for descriptor in (requests_in, replies, verdict_in, nowhere):
             os.close(descriptor)

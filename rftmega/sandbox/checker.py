@@ -12,7 +12,7 @@ import sys
 import types
 from typing import Any, NoReturn
 
-from rftmega.sandbox import plain, program
+from rftmega.sandbox import calls, plain, program
 
 PASSED = b"passed"
 UNSUPPORTED = b"unsupported: "
@@ -256,14 +256,25 @@ class StandIn:
     ) = __or__ = _both
 
 
-def check(tests: str, requests: int, replies: int, verdict: int) -> int:
+def check(tests: str, requests: int, replies: int, verdict: int, *, are_calls: bool) -> int:
     """Runs the tests with the answer's names and writes PASSED to the pipe `verdict` if they run to
     completion. Returns the exit status 0.
 
-    `requests`, `replies`: pipes to and from the answer's process.
+    `requests`, `replies`: pipes to and from the answer's process; `are_calls`: the tests are calls
+    as JSON, see `calls.check_calls`, not source text.
     """
     checker = Checker(requests, replies, verdict)
     names = {name: checker.decode(value) for name, value in checker.read().items()}
+    if are_calls:
+        calls.check_calls(json.loads(tests), names)
+    else:
+        run_source(checker, tests, names)
+    os.write(verdict, PASSED)
+    return 0
+
+
+def run_source(checker: Checker, tests: str, names: dict[str, Any]) -> None:
+    """Runs the source text `tests` with the answer's names. Exceptions of the tests are not caught."""
     module = types.ModuleType("answer")
     used = {node.id for node in ast.walk(ast.parse(tests)) if isinstance(node, ast.Name)}
     for name, value in names.items():
@@ -277,5 +288,3 @@ def check(tests: str, requests: int, replies: int, verdict: int) -> int:
     sys.modules["answer"] = module
     checker.space = module.__dict__
     program.run_checks(tests, module.__dict__)
-    os.write(verdict, PASSED)
-    return 0

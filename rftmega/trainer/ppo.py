@@ -159,6 +159,8 @@ class PPOTrainer(Trainer):
         prompts to it.
         """
         samples, seen = self._roll_out(batch)
+        for callback in self.callbacks:
+            callback.on_rollouts(self, samples)
         scored = self._score(samples)
         trained, replayed = self._beside_replayed(scored)
         with self.phase("update"):

@@ -30,6 +30,7 @@ from rftmega.monitoring.observers.health import Divergence, MixedGroups, Undecid
 from rftmega.monitoring.observers.metric_writers import JSONLines, Progress, TensorBoard
 from rftmega.monitoring.observers.observer import Observer
 from rftmega.monitoring.observers.publish import MLflow, Prometheus, Trackio, WandB
+from rftmega.monitoring.observers.reward_check import Extracting, RewardCheck
 from rftmega.monitoring.observers.run_chat import RunChat
 from rftmega.monitoring.observers.run_reports import RunReports
 from rftmega.monitoring.observers.trained_order import TrainedOrder
@@ -100,6 +101,7 @@ def observers_of(
     is_main: bool,
     measures: Sequence[Observer] = (),
     grading: Grading | None = None,
+    extracting: Extracting | None = None,
 ) -> list[Observer]:
     """Returns the observers of a run in the order in which they are called.
 
@@ -107,7 +109,8 @@ def observers_of(
     written with; `export`: called on all processes after the last step, with the folder to write
     the model to; `is_main`: whether this is the main process, the only one that writes metrics and
     trajectories; `measures`: observers that add performance metrics; `grading`: returns the part of
-    a response that rewards grade, see `trajectories.Grading`.
+    a response that rewards grade, see `trajectories.Grading`; `extracting`: returns the answers
+    that rewards read, see `reward_check.Extracting`.
     """
     chosen, task = config.trainer, config.algorithm.task
     found: list[Observer] = [*([evaluation] if evaluation.held_out else []), *measures]
@@ -118,6 +121,8 @@ def observers_of(
             {name: metric_of(name, ACCURACY) for name in judged},
             {name: metric_of(name, chosen.eval_accuracy) for name in judged if task == "rl"},
         )
+    if is_main and task == "rl":
+        found.append(RewardCheck(text.decode, grading=grading, extracting=extracting))
     if is_main and task == "rl" and chosen.trajectories:
         folder, most_bytes = f"{chosen.output}/trajectories", chosen.trajectories_mib * 2**20
         found.append(

@@ -36,6 +36,8 @@ from rftmega.monitoring import callbacks
 from rftmega.monitoring.observers import assemble
 from rftmega.monitoring.observers.observer import Observer
 from rftmega.monitoring.observers.trajectories import Trajectories
+from rftmega.rewards.exact_match import exact_match_rule
+from rftmega.rewards.part import Rule
 from rftmega.rollout import engines as rollout_engines
 from rftmega.rollout.servers import server_engine as servers
 from rftmega.rollout.servers.vllm import auth
@@ -273,7 +275,16 @@ def recorded(seen: Seen, name: str) -> type:
         def __call__(self, completions: Sequence[Any]) -> list[float]:
             return [float(len(completion.response)) for completion in completions]
 
+        def answer_in(self, response: str) -> str:
+            return response
+
     return Recorded
+
+
+def recorded_rule(seen: Seen, pattern: str, **options: bool) -> Rule:
+    """The rule of exact match, which tells its options: no answer of Letters has a case."""
+    seen.append(("exact_match_rule", options))
+    return exact_match_rule(pattern, **options)
 
 
 def program(config: RunConfig, *, data_parallel: int = 1) -> Seen:
@@ -307,10 +318,10 @@ def program(config: RunConfig, *, data_parallel: int = 1) -> Seen:
         patch.setattr(assemble, "TensorBoard", lambda *_, **__: Observer())
         patch.setattr(assemble, "Progress", lambda *_: Observer())
         patch.setattr(assemble, "Trajectories", Written)
+        made = importlib.import_module("rftmega.rewards.create")
+        patch.setattr(made, "exact_match_rule", partial(recorded_rule, seen))
         for name in ("MathPart", "CodePart", "RemotePart", "JudgePart"):
-            patch.setattr(
-                importlib.import_module("rftmega.rewards.create"), name, recorded(seen, name)
-            )
+            patch.setattr(made, name, recorded(seen, name))
         try:
             task_of(config)(config)
         except RFTMegaError as error:

@@ -170,6 +170,8 @@ OPTIONS: dict[str, Live] = {
     "data.control_tokens": Live("control"),
     "data.too_long": Live("drop", ("rollout.max_prompt_tokens=3",)),
     "reward.exact_match": Live("2", dead=MAJORITY),
+    "reward.exact_match_ignore_case": Live("true", dead=("algorithm.task=sft",)),
+    "reward.exact_match_numeric": Live("true", dead=("algorithm.task=sft",)),
     "reward.answer_pattern": Live("1", dead=("algorithm.task=sft",)),
     "reward.reasoning_markers": Live("['1', '2']", dead=("algorithm.task=sft",)),
     "reward.format": Live("1", ("reward.format_pattern=1+",), dead=MAJORITY),

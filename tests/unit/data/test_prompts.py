@@ -1,3 +1,4 @@
+import json
 from pathlib import Path
 
 import pytest
@@ -38,8 +39,20 @@ def test_a_prompt_may_have_a_kind_under_a_key_of_choice(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    "label",
+    [{"tests": "assert f()"}, {"inputs": ["1"], "outputs": ["2"]}, [{"input": "1", "output": "2"}]],
+)
+def test_tests_of_programs_may_be_objects(label: object, tmp_path: Path) -> None:
+    (prompt,) = load(tmp_path / "a.jsonl", json.dumps({"prompt": "a", "label": label}))
+    assert json.loads(prompt.label) == label
+
+
+@pytest.mark.parametrize(
     ("line", "complaint"),
     [
+        ('{"prompt": "a", "label": {"x": 1}}', "must be a string or a number, not dict"),
+        ('{"prompt": "a", "label": [1]}', "must be a string or a number, not list"),
+        ('{"prompt": "a", "label": []}', "must be a string or a number, not list"),
         ('{"prompt": "a", "label": "x"', "not JSON"),
         ("[1, 2]", "a JSON list, not an object"),
         ('{"prompt": "a"}', 'no "label" among the keys'),

@@ -19,7 +19,7 @@ from examples.dapo_math import make_data as dapo_math
 from examples.gsm8k import make_data as gsm8k
 from rftmega.config import load
 from rftmega.core.errors import DataError
-from rftmega.rewards.code import read_tests
+from rftmega.rewards.code_labels import read_tests
 from rftmega.tools import launch, plan
 from tests.tiny_models import save_tiny
 from tests.warm_command import run_warm

@@ -5,6 +5,7 @@ from rftmega.core.errors import ConfigError
 from rftmega.core.types import Prompt, Rollout
 from rftmega.rewards import MajorityReward, Reasoning, create
 from rftmega.rewards.answer import answer_of
+from rftmega.rewards.exact_match import exact_match_rule
 from tests.rollouts import answered
 
 
@@ -45,6 +46,38 @@ def test_an_exact_match_compares_the_answer_alone_and_a_response_without_one_mat
         for score in reward([Prompt((1,), "42")] * 4, [said(text) for text in texts])
     ] == [1, 0, 0, 0]
     assert reward([Prompt((1,), "")], [said("42")])[0]["exact_match"] == 0
+
+
+@pytest.mark.parametrize(
+    ("answer", "label", "exact", "ignoring_case", "numeric"),
+    [
+        ("Yes", "YES", 0, 1, 0),
+        ("Straße", "STRASSE", 0, 1, 0),
+        ("Yes", "No", 0, 0, 0),
+        ("0.50", "0.5", 0, 0, 1),
+        (".5", "+5.0e-1", 0, 0, 1),
+        ("1,000", "1000", 0, 0, 1),
+        ("-0", "0", 0, 0, 1),
+        ("1,00", "100", 0, 0, 0),
+        ("1_0", "10", 0, 0, 0),
+        ("١", "1", 0, 0, 0),
+        ("0.5000000000000001", "0.5", 0, 0, 0),
+        ("nan", "NaN", 0, 1, 0),
+        ("0.5 cm", "0.50 cm", 0, 0, 0),
+        ("", "0", 0, 0, 0),
+    ],
+)
+def test_an_exact_match_may_ignore_case_and_compare_numbers(
+    answer: str, label: str, exact: float, ignoring_case: float, numeric: float
+) -> None:
+    rules = (
+        exact_match_rule(""),
+        exact_match_rule("", ignore_case=True),
+        exact_match_rule("", numeric=True),
+        exact_match_rule("", ignore_case=True, numeric=True),
+    )
+    found = [rule(f" {answer}\n", label) for rule in rules]
+    assert found == [exact, ignoring_case, numeric, max(exact, ignoring_case, numeric)]
 
 
 def test_responses_vote_with_their_answers_and_those_without_one_do_not() -> None:

@@ -1,5 +1,6 @@
 import json
 import os
+import re
 import resource
 import socket
 import subprocess
@@ -14,7 +15,8 @@ import pytest
 
 from rftmega.core.errors import RewardError
 from rftmega.rewards import code
-from rftmega.rewards.code import CodePart, code_of, complaint, same_output
+from rftmega.rewards.code import CodePart, code_of, same_output
+from rftmega.rewards.code_labels import complaint, read_tests
 from rftmega.rewards.part import Answer
 
 SQUARES = json.dumps({"tests": "assert f(2) == 4\nassert [f(n) for n in range(3)] == [0, 1, 4]"})
@@ -318,10 +320,41 @@ def test_other_processes_are_out_of_reach(part: CodePart) -> None:
         ('{"inputs": [], "outputs": []}', "neither"),
         ('{"inputs": ["1"], "outputs": ["1", "2"]}', "neither"),
         ('{"inputs": [1], "outputs": [1]}', "neither"),
+        ('"x"', "not JSON"),
+        ('{"input": "1", "output": "1"}', "neither.*has the keys 'input', 'output'"),
+        ('{"inputs": ["1"], "outputs": ["1", "2"]}', r"1 input\(s\) and 2 output\(s\)"),
+        (
+            '{"inputs": [[1]], "outputs": [1]}',
+            r"input 0 is \[1\], not text; arguments need fn_name",
+        ),
+        (
+            '{"fn_name": "f", "inputs": [1], "outputs": [1]}',
+            "input 0 is 1, not a list of arguments",
+        ),
+        ('{"fn_name": "f", "inputs": ["x"], "outputs": ["1"]}', "input 0 is to be JSON.*'x'"),
+        ('{"fn_name": "f", "inputs": ["1"], "outputs": ["x"]}', "output 0 is to be JSON.*'x'"),
+        (
+            '{"fn_name": "f()", "inputs": [[]], "outputs": [1]}',
+            r"fn_name='f\(\)' is no name of a function",
+        ),
+        ('[{"input": "1"}]', "test 0 lacks input or output"),
+        (
+            '[{"input": "1", "output": "1", "testtype": "functional"}]',
+            "test 0 is functional, but names no function",
+        ),
+        (
+            '[{"input": "1", "output": "1", "testtype": "magic"}]',
+            "test 0 has the unknown testtype 'magic'",
+        ),
+        (
+            '[{"input": "1", "output": "1"}, {"input": "1", "output": "1", "fn_name": "f"}]',
+            r"different functions or kinds \(f, standard input\)",
+        ),
+        ("[" * 5000, "not JSON"),
     ],
 )
 def test_a_label_that_holds_no_tests_is_named_and_no_score(label: str, why: str) -> None:
-    assert why in (complaint(label) or "")
+    assert re.search(why, complaint(label) or "")
     with pytest.raises(RewardError, match=why):
         CodePart(workers=1, seconds=PATIENT, memory_mib=512)([Answer(RIGHT, label)])
 
@@ -329,7 +362,69 @@ def test_a_label_that_holds_no_tests_is_named_and_no_score(label: str, why: str)
 def test_the_last_python_block_is_the_code() -> None:
     assert complaint(SQUARES) is complaint(SUMS) is None
     assert code_of("```python\na\n```\n```Python\nb\n```\n```\nc\n```") == "b\n"
+    assert code_of("```\na\n```\nand\n```text\nb\n```") == "a\n"
+    assert code_of("```c\na\n```\nis\n``` \nb\n```\n```\nc") == "b\n"
+    assert code_of("```c\na\n```") == "```c\na\n```"
     assert code_of("x = 1") == "x = 1"
+
+
+def test_labels_are_read_in_the_forms_that_data_sets_have() -> None:
+    stdin = {"inputs": ["1\n2", "3"], "outputs": ["3", "3"]}
+    apps = {"inputs": [["1", "2"], "3"], "outputs": [["3"], "3"], "fn_name": None}
+    records = [
+        {"input": a, "output": b, "testtype": "stdin"} for a, b in zip(*stdin.values(), strict=True)
+    ]
+    for label in (stdin, apps, records, {"test_cases": records}, json.dumps(stdin)):
+        assert read_tests(json.dumps(label)) == stdin
+    calls = {"name": "f", "calls": [[[1, [2]], True]], "wrapped": False}
+    metadata = {"func_name": "f"}
+    lines = {"input": "1\n[2]\n", "output": "true", "testtype": "functional", "metadata": metadata}
+    for label in (
+        {"fn_name": "f", "inputs": [[1, [2]]], "outputs": [True]},
+        {"fn_name": "f", "inputs": ["1\n[2]"], "outputs": ["true"]},
+        [{"type": "function_call", "fn_name": "f", "input": [1, [2]], "output": True}],
+        [lines],
+        [lines | {"metadata": json.dumps(metadata)}],
+    ):
+        assert read_tests(json.dumps(label)) == {"calls": calls}
+    wrapped = {"fn_name": "f", "inputs": [[1, [2]]], "outputs": [[True]]}
+    assert read_tests(json.dumps(wrapped)) == {
+        "calls": {"name": "f", "calls": [[[1, [2]], [True]]], "wrapped": True}
+    }
+
+
+def label_of(*calls: tuple[list[object], object]) -> str:
+    inputs, outputs = zip(*calls, strict=True)
+    return json.dumps({"fn_name": "f", "inputs": inputs, "outputs": outputs})
+
+
+PAIRS = label_of(([[3, 1], 2], [3, 5]), ([[], 0], [0, 0]))
+METHOD = "class Solution:\n    def f(self, x: List[int], y: Optional[int]) -> Tuple[int, int]:\n"
+EXPECTED = {
+    "a function": ("def f(x, y): return [max(x, default=0), y + 3 if y else 0]", PAIRS, 1.0),
+    "a method": (f"{METHOD}        return max(x, default=0), y + 3 if y else 0", PAIRS, 1.0),
+    "from the future": ("from __future__ import annotations\ndef f(x): return x", label_of(([1], 1)), 1.0),
+    "the first is right": ("def f(x, y): return [3, 5]", PAIRS, 0.0),
+    "another name": ("def g(x, y): return [3, 5]", PAIRS, 0.0),
+    "raises": ("def f(x): raise ValueError", label_of(([1], None)), 0.0),
+    "exits": ("import os\ndef f(x): os._exit(0)", label_of(([1], 1)), 0.0),
+    "a float": ("def f(x): return x * 3", label_of(([0.1], 0.3), ([2], 6)), 1.0),
+    "text is no number": ("def f(x): return '1'", label_of(([1], 1)), 0.0),
+    "too long": ("def f(x): return [1, 2, 3]", label_of(([1], [1, 2])), 0.0),
+    "one element": ("def f(x): return x", label_of(([1], [1]), ([2], [2])), 1.0),
+    "a list of one": ("def f(x): return [x]", label_of(([1], [1]), ([2], [2])), 1.0),
+    "now so, now so": ("def f(x): return x if x == 1 else [x]", label_of(([1], [1]), ([2], [2])), 0.0),
+    "not all of one": ("def f(x): return 1", label_of(([1], [1]), ([2], 1)), 0.0),
+    "keys": ("def f(x): return {k + 1: v for k, v in x.items()}", label_of(([{"1": 2}], {"2": 2})), 1.0),
+    "equals everything": ("class Yes(int):\n    __eq__ = lambda *a: True\ndef f(x): return Yes(0)", label_of(([1], 1)), 0.0),
+    "an object": ("class Yes:\n    __eq__ = lambda *a: True\ndef f(x): return Yes()", label_of(([1], 1)), 0.0),
+}  # fmt: skip
+
+
+def test_functions_are_called_with_the_labels_arguments(part: CodePart) -> None:
+    found = part([Answer(code, label) for code, label, _ in EXPECTED.values()])
+    wanted = [expected for *_, expected in EXPECTED.values()]
+    assert dict(zip(EXPECTED, found, strict=True)) == dict(zip(EXPECTED, wanted, strict=True))
 
 
 def test_outputs_agree_up_to_white_space_at_the_ends_of_lines() -> None:

@@ -185,6 +185,113 @@ def test_what_the_grading_library_passes_over_is_looked_at(
     assert score(part, response, label) == equal
 
 
+# label -> (right answers, wrong answers)
+REAL: dict[str, tuple[list[str], list[str]]] = {
+    r"10\,080": (
+        ["10080", "10,080", r"10\;080", r"10\:080", r"10\!080", "10~080", "10{,}080", "１０，０８０"],
+        ["10080.5", "10", "80"],
+    ),
+    "10,080": ([r"10\,080"], [r"10\,081", r"10,\,80"]),
+    "(1000, 2000)": ([r"(1\,000, 2\,000)"], [r"1\,000"]),
+    r"a_{1100}": ([], [r"a_1\,100"]),
+    r"e^{i\pi/3}": (
+        [r"e^{\frac{i\pi}{3}}", r"\mathrm{e}^{\mathrm{i}\pi/3}", r"\frac{1+i\sqrt3}{2}", r"\cos\frac{\pi}{3}+i\sin\frac{\pi}{3}"],
+        [r"e^{i\pi/4}", r"e^{-i\pi/3}", r"e^{\pi/3}", r"\frac{1-i\sqrt3}{2}"],
+    ),
+    "-1": ([r"e^{i\pi}"], [r"-e^{i\pi}"]),
+    "no solution": (
+        [r"\text{No solution}", r"\text{no real solutions}", r"\emptyset", r"\text{There are no solutions}",
+         r"\text{none}", "无解"],
+        ["0", "1", r"\text{one solution}", r"\text{no}", r"\text{DNE}", r"\text{infinitely many solutions}"],
+    ),
+    r"\emptyset": (
+        [r"\varnothing", r"\{\}", r"\{ \}", "∅", r"\text{the empty set}", r"x \in \emptyset"],
+        ["0", r"\{0\}", r"\{\emptyset\}"],
+    ),
+    "{}": ([r"\varnothing"], [r"\{1\}"]),
+    "DNE": (
+        [r"\text{does not exist}", r"\text{The limit does not exist.}", r"\text{undefined}"],
+        ["0", r"\infty", "D", r"\text{exists}"],
+    ),
+    "0": ([], [r"\text{DNE}", r"\text{no solution}", r"\text{none}"]),
+    r"(3,\infty)": (
+        ["x>3", "3<x", r"x \gt 3", r"y>3", r"\{x \mid x>3\}", r"x\in(3,\infty)", "x＞3"],
+        [r"x\ge 3", "x<3", "x>4", "3", "x=3", "x>2y"],
+    ),
+    "x>3": ([r"(3,\infty)", r"(3,+\infty)", r"x\in(3,∞)"], [r"[3,\infty)", "y>3", "3", "x=3"]),
+    r"[3,\infty)": ([r"x\ge 3", r"x\geqslant 3", "x≥3"], ["x>3"]),
+    r"(-2,5]": ([r"-2<x\le 5", r"5\ge x>-2"], ["-2<x<5", r"-2\le x<5"]),
+    "(3,5)": (["(3,5)"], ["3<x<5", r"x \in \{3,5\}", "[3,5]"]),  # may be a point
+    "3<x<5": (["(3,5)", r"x\in(3,5)"], ["[3,5]", r"\{3,5\}", "3<y<5"]),
+    r"x\in(3,5)": (["3<x<5"], [r"3\le x<5"]),
+    r"(-\infty,-3)\cup(3,\infty)": (
+        [r"x<-3 \text{ or } x>3", r"\mathbb{R}\setminus[-3,3]"],
+        ["x^2>9", r"x<-3 \text{ and } x>3", "x<-3, x>3", r"x<-3 \text{ or } y>3", "x<-3"],
+    ),
+    r"x<1 \text{ or } x>3": ([r"(-\infty,1)\cup(3,\infty)", r"3<x \text{ or } x<1"], ["x<1", r"(-\infty,1)"]),
+    r"(-\infty,3)\cup(3,\infty)": ([r"x\ne 3", r"\mathbb{R}\setminus\{3\}"], [r"x\ne 4", r"\mathbb{R}"]),
+    r"\mathbb{R}": ([r"(-\infty,\infty)", r"x\in\mathbb{R}"], [r"(0,\infty)"]),
+    r"2k\pi": (
+        [r"2\pi n", r"x=2k\pi", r"2k\pi, k\in\mathbb{Z}", r"2k\pi \text{ where } k \text{ is an integer}",
+         r"2k\pi\text{ for all integers }k"],
+        [r"k\pi", r"2\pi x", "2k", r"k\in\mathbb{Z}", r"2\pi nk"],
+    ),
+    r"k\pi r": ([], [r"n\pi r"]),
+    "11{:}30": (["11:30", "11：30", r"11\!:\!30", r"\text{11:30 a.m.}"], ["11:31", "11", "30", r"\frac{30}{11}"]),
+    r"\text{6:00 p.m.}": (["6:00 PM"], ["6:00 a.m.", "7:00 p.m."]),
+    "3:04": (["3:04"], ["3:4"]),
+    "3:4": (["6:8"], ["4:3"]),
+    "答案：5": (["5", "５"], ["6"]),
+    r"\fbox{5}": (["5"], ["6"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("label", REAL)
+def test_answers_as_people_and_models_write_them(part: MathPart, label: str) -> None:
+    right, wrong = REAL[label]
+    found = part([Answer(f"So \\boxed{{{said}}}.", label) for said in [*right, *wrong]])
+    expected = [1.0] * len(right) + [0.0] * len(wrong)
+    assert dict(zip([*right, *wrong], found, strict=True)) == dict(
+        zip([*right, *wrong], expected, strict=True)
+    )
+    assert part.read([label]) == [1.0]
+
+
+STATED = [
+    ("答案：5", "5", 1.0),
+    ("所以答案是$\\frac12$。", "1/2", 1.0),
+    ("答案为６", "5", 0.0),
+    ("The answer is x>3", r"(3,\infty)", 1.0),
+    ("The limit does not exist.", "DNE", 1.0),
+    ("It is not true that the limit does not exist.", "DNE", 0.0),
+    ("There is no solution smaller than 5, so 6", "no solution", 0.0),
+    (r"$\fbox{5}$", "5", 1.0),
+    (r"3, no: \fbox{\frac{\sqrt{3}}{2}}", r"\sqrt{3}/2", 1.0),
+    (r"So $2k\pi$, where $k \in \mathbb{Z}$.", r"2k\pi", 1.0),
+]
+
+
+def test_answers_outside_of_a_box(part: MathPart) -> None:
+    found = part([Answer(response, label) for response, label, _ in STATED])
+    assert [(*case[:2], score) for case, score in zip(STATED, found, strict=True)] == STATED
+
+
+@pytest.mark.parametrize(
+    ("response", "answer"),
+    [
+        (r"So \boxed{10\,080} it is, not 5.", "10080"),
+        ("3 + 4 is 7.", "7"),
+        ("Answer: x>3", "x>3"),
+        ("No idea.", None),
+        ("", None),
+    ],
+)
+def test_the_answer_that_is_compared_can_be_asked_for(
+    part: MathPart, response: str, answer: str | None
+) -> None:
+    assert part.answer_in(response) == answer
+
+
 def test_a_label_of_which_nothing_can_be_read_is_found_before_training() -> None:
     config = RewardConfig(math=1.0, workers=1)
     good = [Prompt((1,), "7"), Prompt((1,), r"\$5", 1)]

@@ -61,6 +61,8 @@ def test_multiple_choice_is_linear_in_the_length_of_an_answer() -> None:
             ("A. " * 100_000) + "x",
             "\n" + " " * 800_000 + "12",
         ),
+        *(word + " " * 200_000 + "12" for word in ("So option", "It is", "A", "选")),
+        "\n" * 200_000 + "12",
     ]
     program = (
         "import json, sys; from rftmega.rewards.multiple_choice import chosen_letter\n"
@@ -75,7 +77,10 @@ def test_multiple_choice_is_linear_in_the_length_of_an_answer() -> None:
         cwd=ROOT,
         check=True,
     )
-    assert done.stdout.split() == ["None", "None", "None", "A", "None", "A", "None"]
+    assert done.stdout.split() == [
+        *["None", "None", "None", "A", "None", "A", "None"],
+        *["None"] * 5,
+    ]
 
 
 @pytest.mark.parametrize(

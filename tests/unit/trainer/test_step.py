@@ -134,6 +134,10 @@ class Diary(Observer):
     def on_phase(self, trainer: Any, name: str, seconds: float) -> None:
         self.said.append(name)
 
+    def on_rollouts(self, trainer: Any, samples: Any) -> None:
+        assert len(samples.reward) == len(samples.prompts)
+        self.said.append(f"rollouts after {trainer.step}")
+
     def on_experience(self, trainer: Any, samples: Any, experience: Any) -> None:
         last = experience.tokens.at(experience.prompt_lengths - 1)
         assert [prompt.token_ids[-1] for prompt in samples.prompts] == last.tolist()
@@ -199,10 +203,14 @@ def test_a_step_is_rollout_score_update_push_and_each_push_has_the_next_version(
     step = ["rollout", "score", "update", "push"]
     assert diary.said == [
         "start",
-        *step,
+        "rollout",
+        "rollouts after 0",
+        *step[1:],
         "experience 1",
         "step 1",
-        *step,
+        "rollout",
+        "rollouts after 1",
+        *step[1:],
         "experience 2",
         "step 2",
         "end",
