@@ -35,7 +35,7 @@ demo-tools: $(READY)  ## a small Qwen3 learns to call a calculator, on 4 process
 demo-al: $(READY)  ## a small Qwen2-Audio learns to count beeps in recordings, on 2 processes
 	$(BIN)/python examples/beeps/demo.py $(ARGS)
 
-test: check  ## what CI runs: the tests in two processes at once
+test: $(READY)  ## what CI runs: `check`, and the tests in two processes at once
 	$(BIN)/python -m tests.in_two
 
 check: site  ## style, formatting and types; the site, with every link

@@ -119,7 +119,7 @@ def _kinds() -> dict[str, Kind]:
     named = {
         size: "hidden_size intermediate_size vocab_size max_position_embeddings original_max_position_embeddings head_dim "
         "moe_intermediate_size shared_expert_intermediate_size q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_dim "
-        "v_head_dim",
+        "v_head_dim rotary_dim",
         window: "sliding_window eod_token_id",
         number_of: "num_hidden_layers num_attention_heads num_key_value_heads num_experts num_local_experts num_experts_per_tok "
         "n_routed_experts n_group topk_group decoder_sparse_step no_rope_layer_interval",

@@ -3,7 +3,7 @@ and heads.
 """
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from rftmega.converters.rules import QKV, Column, HFTensor, Replicated, Row, Rule, Vocabulary
 from rftmega.core.errors import CheckpointError
@@ -18,6 +18,19 @@ ATTENTION = MEGATRON_LAYER + "self_attention."
 MLP = MEGATRON_LAYER + "mlp."
 
 
+class NormNames(NamedTuple):
+    """NormNames holds the names of a layer's norms in a folder, of those that the architecture
+    has; by default those of Gemma, or without norms behind attention and MLP those of Llama.
+    """
+
+    before_mlp: str = ""
+    after_attention: str = "post_attention_layernorm"
+    after_mlp: str = "post_feedforward_layernorm"
+
+
+USUAL_NAMES = NormNames()
+
+
 def decoder(
     config: Config,
     attention: list[Rule],
@@ -25,12 +38,13 @@ def decoder(
     *,
     pre_norm: bool = True,
     post_norm: bool = False,
+    names: NormNames = USUAL_NAMES,
 ) -> list[Rule]:
     """Returns the conversion rules of a whole decoder in order: embedding, norms, attention, MLP,
     final norm and LM head.
 
     `attention`, `mlp`: the rules of these parts, which differ by architecture. `pre_norm`,
-    `post_norm`: norms precede, and follow, attention and MLP.
+    `post_norm`: norms precede, and follow, attention and MLP; `names`: in the folder.
     """
     hidden, vocabulary = config["hidden_size"], config["vocab_size"]
     tied = config["tie_word_embeddings"]
@@ -44,19 +58,19 @@ def decoder(
             (in_layer("input_layernorm.weight", hidden),),
         )
     ]
-    # a layer with norms before and after has another name for the one before the MLP
-    name = "pre_feedforward_layernorm" if post_norm else "post_attention_layernorm"
+    usual = "pre_feedforward_layernorm" if post_norm else "post_attention_layernorm"
+    before_mlp = names.before_mlp or usual
     between = [
         Replicated(
             (MEGATRON_LAYER + "pre_mlp_layernorm.weight", MLP + "linear_fc1.layer_norm_weight"),
-            (in_layer(f"{name}.weight", hidden),),
+            (in_layer(f"{before_mlp}.weight", hidden),),
         )
     ]
     behind_attention, behind = (
         [Replicated((f"{module}.post_layernorm.weight",), (in_layer(f"{name}.weight", hidden),))]
         for module, name in (
-            (ATTENTION + "linear_proj", "post_attention_layernorm"),
-            (MLP + "linear_fc2", "post_feedforward_layernorm"),
+            (ATTENTION + "linear_proj", names.after_attention),
+            (MLP + "linear_fc2", names.after_mlp),
         )
     )
     return [

@@ -7,7 +7,14 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from rftmega.converters.config_fields import Fields
-from rftmega.converters.decoder import Config, decoder, dense_mlp, grouped_attention
+from rftmega.converters.decoder import (
+    USUAL_NAMES,
+    Config,
+    NormNames,
+    decoder,
+    dense_mlp,
+    grouped_attention,
+)
 from rftmega.converters.rules import Rule
 
 
@@ -23,11 +30,14 @@ class LlamaLike:
     pre_norm: bool = True  # norms precede attention and MLP
     post_norm: bool = False  # norms follow attention and MLP
     zero_centered: bool = False  # a norm multiplies by 1 + its weight
-    fused: bool = False  # the folder has q, k and v in one tensor, and gate and up in another
+    fused_qkv: bool = False  # the folder has q, k and v in one tensor
+    fused_mlp: bool = False  # the folder has gate and up in one tensor
+    norm_names: NormNames = USUAL_NAMES  # in the folder
     gated: bool = True  # the MLP has a gate
     activation: str = "silu"  # only value of the field `activation_field`
     activation_field: str = "hidden_act"
     partial_rope: bool = False  # rotary embeddings may cover a part of each head
+    rotated_pairs: bool = False  # they rotate neighbouring elements, instead of halves of a head
     rope_types: tuple[str, ...] = ()  # those supported; empty: all that Megatron supports
     two_ropes: bool = False  # layers with a sliding window have rotary embeddings of their own
     # layers without rotary embeddings: those of `no_rope_layers` (SmolLM3, where 0 is without), or
@@ -52,12 +62,19 @@ class LlamaLike:
             qk_norm=self.qk_norm == "head",
             rotated_qk_norm=self.qk_norm == "rotated head",
             full_width_qk_norm=self.qk_norm == "all heads",
-            fused=self.fused,
+            fused=self.fused_qkv,
         )
-        names = ("gate_up_proj",) if self.fused else ("gate_proj", "up_proj")
+        names = ("gate_up_proj",) if self.fused_mlp else ("gate_proj", "up_proj")
         above = names if self.gated else ("up_proj",)
         mlp = dense_mlp(config, projections=(*above, "down_proj"), gated=self.gated)
-        return decoder(config, attention, mlp, pre_norm=self.pre_norm, post_norm=self.post_norm)
+        return decoder(
+            config,
+            attention,
+            mlp,
+            pre_norm=self.pre_norm,
+            post_norm=self.post_norm,
+            names=self.norm_names,
+        )
 
     def has_qkv_bias(self, config: Config) -> bool:
         if isinstance(self.qkv_bias, str):
@@ -112,7 +129,8 @@ LLAMA_LIKE: dict[str, LlamaLike] = {
             nullable=(GROUPS, "sliding_window", PADDING),
             not_null=(WIDTH, "partial_rotary_factor"),
         ),
-        fused=True,
+        fused_qkv=True,
+        fused_mlp=True,
         partial_rope=True,
         rope_types=("default", "longrope"),
         windows="all",
@@ -219,5 +237,21 @@ LLAMA_LIKE: dict[str, LlamaLike] = {
         ),
         qk_norm="rotated head",
         without_effect=("eod_token_id",),
+    ),
+    "glm4": LlamaLike(  # GLM-4-0414 and GLM-Z1
+        Fields(
+            defaults={GROUPS: 2, WIDTH: 128, "attention_bias": True, "partial_rotary_factor": 0.5},
+            nullable=("partial_rotary_factor",),
+        ),
+        qkv_bias="attention_bias",
+        post_norm=True,
+        norm_names=NormNames(
+            before_mlp="post_attention_layernorm",
+            after_attention="post_self_attn_layernorm",
+            after_mlp="post_mlp_layernorm",
+        ),
+        fused_mlp=True,
+        partial_rope=True,
+        rotated_pairs=True,
     ),
 }

@@ -65,6 +65,7 @@ def transformer_config(
         **_activation(model),
         add_bias_linear=model.biased,
         add_qkv_bias=model.qkv_bias,
+        rotary_interleaved=model.rotated_pairs,
         softmax_type="learnable" if model.sinks else "vanilla",
         init_method_std=model.init_std,
         hidden_dropout=dropout,

@@ -120,6 +120,7 @@ class ModelDescription:
     window: int | None = None  # tokens attended to, including itself, in the layers `windowed`
     windowed: frozenset[int] = frozenset()
     unrotated: frozenset[int] = frozenset()  # layers without rotary embeddings
+    rotated_pairs: bool = False  # rotary embeddings rotate neighbouring elements, not halves
     scales: Scales = Scales()
     latent: LatentAttention | None = None
     experts: Experts | None = None

@@ -48,6 +48,7 @@ def describe(config: HFConfig, kind: LlamaLike) -> ModelDescription:
         post_norm=kind.post_norm,
         zero_centered=kind.zero_centered,
         gated=kind.gated,
+        rotated_pairs=kind.rotated_pairs,
         scales=_scales(config, kind),
     )
     if kind.unrotated == "no_rope_layers":

@@ -1,4 +1,5 @@
-"""Runs what CI runs in two workers of pytest at once, then what must be alone: `python -m tests.in_two`.
+"""Runs what CI runs: `python -m tests.in_two`. First the check of style and types, and beside it the
+tests that no other test may be beside; then all other tests, in two workers of pytest at once.
 
 The workers take one file of tests after the other, the longest first (`tests/durations.json`, which
 `--record-durations` writes). Lines come as they are written, with the name of the part before them,
@@ -25,13 +26,13 @@ ALONE = (
 )
 IN_TWO = ["-n", "2", "--dist", "loadfile", "--no-loadscope-reorder"]
 TOGETHER = {"two": ["tests", *[f"--ignore={path}" for path in ALONE], *IN_TWO]}
+CHECK = ("make", "--no-print-directory", "check")
 
 
 class Part:
-    """Part is a process of pytest whose lines are handed on."""
+    """Part is a process whose lines are handed on, with what pytest counts in them."""
 
-    def __init__(self, name: str, chosen: Sequence[str]):
-        command = [sys.executable, "-u", "-m", "pytest", "-q", "-m", QUICK, *chosen]
+    def __init__(self, name: str, command: Sequence[str]):
         self.name = name
         self.counted: Counter[str] = Counter()
         self.failed: list[str] = []  # tests
@@ -65,6 +66,11 @@ class Part:
         return abs(code)
 
 
+def pytest_part(name: str, *chosen: str) -> Part:
+    """Starts pytest with the `chosen` files and options."""
+    return Part(name, [sys.executable, "-u", "-m", "pytest", "-q", "-m", QUICK, *chosen])
+
+
 def run(parts: Sequence[Part]) -> int:
     """Waits for all of them. Returns the largest exit code; Ctrl-C reaches them as well."""
     try:
@@ -77,16 +83,19 @@ def run(parts: Sequence[Part]) -> int:
 
 def main(*options: str) -> int:
     """Run all with further `options` of pytest. Returns the exit code."""
-    parts = [Part(name, [*chosen, *options]) for name, chosen in TOGETHER.items()]
-    code = run(parts)
+    check, *parts = [Part("check", CHECK), pytest_part("alone", *ALONE, *options)]
+    code = run([check, *parts])
+    if check.process.returncode:
+        sys.stdout.write(f"`{' '.join(CHECK)}` failed, so that no more tests are run\n")
+        return code
     if code != 130:
-        parts.append(Part("alone", ALONE))
-        code = max(code, run(parts[-1:]))
+        parts += [pytest_part(name, *chosen, *options) for name, chosen in TOGETHER.items()]
+        code = max(code, run(parts[1:]))
     passed = sum(part.counted["passed"] for part in parts)
     failed = [test for part in parts for test in part.failed]
     count = sum(part.counted["failed"] + part.counted["error"] for part in parts)
     if code == 1 and count == len(failed) <= MOST_REPEATED:
-        again = Part("again, alone", failed)
+        again = pytest_part("again, alone", *failed)
         code = run([again])
         for test in set(failed) - set(again.failed) if code != 130 else ():
             sys.stdout.write(f"failed beside others and passed alone, so mend it: {test}\n")

@@ -183,6 +183,8 @@ LATER = {
         for name in ("EP2 x TP2 (one process an expert)", "EP2 x TP4, SP")
     }
     | {name: LAYOUTS["qwen3"][name] for name in ("TP2 x CP2, SP", "one process, full recompute")},
+    "minimax-m2": LATER_MOE,
+    "glm4": LATER_DENSE,
     "olmo2": LATER_DENSE,
     "phi3": LATER_DENSE,
     "phi3-tied-part-of-heads": LATER_DENSE,

@@ -11,11 +11,13 @@ from transformers import (
     DeepseekV3Config,
     Exaone4Config,
     Gemma3TextConfig,
+    Glm4Config,
     Glm4MoeConfig,
     GptOssConfig,
     GraniteConfig,
     HunYuanDenseV1Config,
     LlamaConfig,
+    MiniMaxM2Config,
     MistralConfig,
     MixtralConfig,
     Olmo2Config,
@@ -209,6 +211,14 @@ VARIANTS: dict[str, tuple[type, dict[str, Any]]] = {
             "rope_parameters": YARN | {"truncate": False},
         },
     ),
+    "minimax-m2": (
+        MiniMaxM2Config,
+        {
+            **{"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 32},
+            "rope_parameters": {"rope_theta": 700.0, "partial_rotary_factor": 0.5},
+        },
+    ),
+    "glm4": (Glm4Config, {"head_dim": 24, "tie_word_embeddings": False, "pad_token_id": None}),
     "seed-oss": (SeedOssConfig, {"head_dim": 32, "tie_word_embeddings": False}),
 }
 

@@ -191,13 +191,14 @@ def test_a_run_saved_by_four_processes_goes_on_in_one(tmp_path: Path) -> None:
     assert found[0] == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize(
     ("dtype", "states"),
     [
         ("bfloat16", "8bit"),
-        pytest.param("float32", "8bit", marks=pytest.mark.ranks),
-        pytest.param("float32", "bfloat16", marks=pytest.mark.ranks),
-        pytest.param("bfloat16", "bfloat16", marks=pytest.mark.ranks),
+        ("float32", "8bit"),
+        ("float32", "bfloat16"),
+        ("bfloat16", "bfloat16"),
     ],
 )
 def test_a_run_with_narrow_states_goes_on_bit_for_bit(

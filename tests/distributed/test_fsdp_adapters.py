@@ -373,7 +373,8 @@ def dropped(folder: Path, adapter: Path, parallel: ParallelConfig) -> Any:
     return found, drawn
 
 
-@pytest.mark.parametrize("variant", ["qwen3", pytest.param("qwen3-moe", marks=pytest.mark.ranks)])
+@pytest.mark.ranks
+@pytest.mark.parametrize("variant", ["qwen3", "qwen3-moe"])
 def test_adapters_drop_while_learning_alone_and_the_same_where_rows_are_the_same(
     variant: str, tmp_path: Path
 ) -> None:

@@ -236,7 +236,10 @@ def assert_alike(ranks: list[dict[str, Any]]) -> None:
             before = own
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout",
+    [pytest.param(x, marks=[pytest.mark.ranks] if x == "fsdp" else []) for x in LAYOUTS],
+)
 def test_backward_and_optimizer_step_take_the_trainers_own_steps(
     layout: str, tmp_path: Path
 ) -> None:

@@ -95,6 +95,7 @@ def test_what_the_user_can_mend_is_raised_here_whichever_rank_found_it(rank: str
         launch(2, fails, rank, "user", preload=[])
 
 
+@pytest.mark.ranks
 def test_collections_in_ranks_do_not_look_at_what_they_are_forked_with() -> None:
     assert launch(2, collects_its_imports, preload=[]) == 0
 

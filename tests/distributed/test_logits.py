@@ -147,7 +147,9 @@ def test_logits_equal_those_of_transformers(
 def test_logits_equal_those_of_transformers_under_the_other_layouts(
     variant: str, tmp_path: Path
 ) -> None:
-    has_experts = "moe" in variant or variant.startswith(("mixtral", "deepseek", "gpt-oss"))
+    has_experts = "moe" in variant or variant.startswith(
+        ("mixtral", "deepseek", "gpt-oss", "minimax")
+    )
     layouts = {  # Megatron refuses to split experts that have biases
         name: (processes, parallel)
         for name, (processes, parallel) in (MORE_LAYOUTS | EXPERT_LAYOUTS).items()

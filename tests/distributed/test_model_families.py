@@ -24,7 +24,6 @@ VERDICTS = {row["type"]: row["verdict"] for row in ROWS}
 # a router's correction bias; a soft cap; tensors of three sizes in one; a state instead of a cache;
 # layers without positions; an inner decoder
 UNLIKE = ("deepseek_v3", "gemma2", "olmo_hybrid", "mamba2", "opt", "llama4_text")
-STATEFUL = ("falcon_h1",)
 
 
 @pytest.mark.parametrize(
@@ -50,10 +49,11 @@ def test_the_table_of_the_docs_has_a_row_for_every_language_model_of_transformer
     assert set(VERDICTS.values()) == {"ok", "refused"}
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize(
     "model_type",
     [
-        pytest.param(row["type"], marks=[] if row["type"] in STATEFUL else [pytest.mark.ranks])
+        row["type"]
         for row in ROWS
         if isinstance(row.get("vllm"), float) and row["vllm"] <= BOUNDS["push"]
     ],

@@ -93,7 +93,7 @@ SHORT, PACE = 60, "--pause=0.06"  # tokens of an answer, which takes almost four
         pytest.param("wait", "network", marks=pytest.mark.ranks),
         pytest.param("abort", "checkpoint", marks=pytest.mark.ranks),
         pytest.param("recompute", "network", marks=pytest.mark.ranks),
-        ("keep", "network"),
+        pytest.param("keep", "network", marks=pytest.mark.ranks),
     ],
 )
 def test_each_token_has_the_version_and_the_log_prob_that_it_was_drawn_under(

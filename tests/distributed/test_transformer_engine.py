@@ -58,7 +58,7 @@ MODELS = [
 
 
 def sparse(variant: str) -> bool:
-    return "moe" in variant or variant.startswith(("mixtral", "deepseek", "gpt-oss"))
+    return "moe" in variant or variant.startswith(("mixtral", "deepseek", "gpt-oss", "minimax"))
 
 
 def model_body(world: Any, folder: Path, exported: Path, parallel: ParallelConfig) -> Any:
@@ -69,7 +69,9 @@ def model_body(world: Any, folder: Path, exported: Path, parallel: ParallelConfi
     assert manager.config.bias_activation_fusion == (
         model.activation == "silu" and not model.clamped
     )
-    assert manager.config.apply_rope_fusion == (not (model.latent or model.rope.yarn))
+    assert manager.config.apply_rope_fusion == (
+        not (model.latent or model.rope.yarn or model.rotated_pairs)
+    )
     assert not manager.chunks[-1].output_layer.gradient_accumulation_fusion, (
         "Megatron's own layer would need apex"
     )
@@ -110,11 +112,12 @@ def test_every_family_binds_loads_computes_exports_and_pushes_under_the_fused_na
         in fused
     ) == (not behind)
     assert ("self_attention.linear_proj.post_layernorm.weight" in fused) == (
-        behind or variant == "gemma3"
+        behind or variant in ("gemma3", "glm4")
     )
     assert ("mlp.experts.linear_fc2.weight3" in fused) == sparse(variant)
     assert ("mlp.linear_fc1.layer_norm_weight" in fused) == (
-        variant not in ("mixtral", "qwen3-moe-plain-weights", "gpt-oss") and not behind
+        variant not in ("mixtral", "qwen3-moe-plain-weights", "gpt-oss", "minimax-m2")
+        and not behind
     )
 
 

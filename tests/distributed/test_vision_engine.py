@@ -137,13 +137,14 @@ def test_after_every_push_the_engine_says_of_images_what_the_trainer_says(
     assert_alike(run_ranks(processes, body, tmp_path, parallel, engine_size, timeout=300))
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize(
     ("kind", "processes", "parallel", "engine_size"),
     [
         ("qwen2_5_vl", 1, ParallelConfig(), 1),
-        pytest.param("qwen2_vl", 1, ParallelConfig(), 1, marks=pytest.mark.ranks),
-        pytest.param("qwen3_vl", 1, ParallelConfig(), 1, marks=pytest.mark.ranks),
-        pytest.param("qwen3_vl", 2, ParallelConfig(tensor=2), 2, marks=pytest.mark.ranks),
+        ("qwen2_vl", 1, ParallelConfig(), 1),
+        ("qwen3_vl", 1, ParallelConfig(), 1),
+        ("qwen3_vl", 2, ParallelConfig(tensor=2), 2),
     ],
 )
 def test_after_every_push_the_engine_says_of_videos_what_the_trainer_says(

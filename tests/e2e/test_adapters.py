@@ -206,6 +206,7 @@ def test_a_reward_model_of_adapters_learns_from_the_command_line_and_goes_on(
     assert merged["score.weight"].abs().max() > 0
 
 
+@pytest.mark.ranks
 def test_a_policy_of_adapters_is_judged_by_a_reward_model_that_has_none(
     arithmetic: Path, tmp_path: Path
 ) -> None:

@@ -83,7 +83,7 @@ def run_cells(folder: Path, tmp_path: Path, *given: str) -> "subprocess.Complete
     ("engine", "backend"),
     [
         pytest.param("vllm", "megatron", marks=pytest.mark.ranks),
-        ("transformers", "fsdp"),
+        pytest.param("transformers", "fsdp", marks=pytest.mark.ranks),
     ],
 )
 def test_a_run_succeeds_after_runs_that_failed_in_the_same_interpreter(

@@ -53,12 +53,13 @@ def nearest(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return block_scaled.dequantised(numbers, scales, 16, 16).to(dtype)
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize(
     ("kind", "backend"),
     [
         ("mxfp4", "fsdp"),
-        pytest.param("fp8", "fsdp", marks=pytest.mark.ranks),
-        pytest.param("mxfp4", "megatron", marks=pytest.mark.ranks),
+        ("fp8", "fsdp"),
+        ("mxfp4", "megatron"),
     ],
 )
 def test_a_quantised_folder_trains_as_its_plain_copy_and_is_written_either_way(

@@ -41,8 +41,8 @@ log = logging.getLogger(__name__)
 CHECKED = 8  # tokens with which a model's cache is compared
 # An architecture's checkpoint names of an expert's three matrices, if not gate_proj, up_proj,
 # down_proj; and of the MoE block.
-EXPERT_NAMES = {"mixtral": ("w1", "w3", "w2")}
-BLOCKS = {"mixtral": ".block_sparse_moe."}
+EXPERT_NAMES = dict.fromkeys(("mixtral", "minimax_m2"), ("w1", "w3", "w2"))
+BLOCKS = dict.fromkeys(EXPERT_NAMES, ".block_sparse_moe.")
 STACKED = ("gpt_oss",)  # architectures whose checkpoints hold experts as transformers does
 # An architecture's checkpoint prefixes, by the prefixes in transformers.
 PREFIXES = {

@@ -121,6 +121,7 @@ def test_a_path_is_never_looked_up(repositories: dict[str, Path], tmp_path: Path
         assert requests == []
 
 
+@pytest.mark.ranks
 def test_the_program_takes_names_of_the_hub(repositories: dict[str, Path], tmp_path: Path) -> None:
     warm_start.tokenizer().save_pretrained(repositories["models/org/tiny"])
     limits = "max_prompt_tokens: 8, max_response_tokens: 8"
