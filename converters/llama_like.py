@@ -240,8 +240,11 @@ LLAMA_LIKE: dict[str, LlamaLike] = {
     ),
     "glm4": LlamaLike(  # GLM-4-0414 and GLM-Z1
         Fields(
-            defaults={GROUPS: 2, WIDTH: 128, "attention_bias": True, "partial_rotary_factor": 0.5},
-            nullable=("partial_rotary_factor",),
+            defaults={
+                **{GROUPS: 2, WIDTH: 128, PADDING: 151329},
+                **{"attention_bias": True, "partial_rotary_factor": 0.5},
+            },
+            nullable=("partial_rotary_factor", PADDING),
         ),
         qkv_bias="attention_bias",
         post_norm=True,

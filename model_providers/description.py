@@ -169,6 +169,24 @@ FAMILIES = tuple(
     sorted({*(module.name for module in pkgutil.iter_modules(families.__path__)), *LLAMA_LIKE})
 )
 LLAMA = "rftmega.model_providers.llama_like"
+LINEAR = "gated delta net (linear attention) for packed rows"
+LIGHTNING_INDEX = "sparse attention with an indexer"
+MAMBA = "Mamba layers for packed rows"
+# architectures that are often asked for -> what this Megatron lacks for them
+MISSING = {
+    **dict.fromkeys(
+        ("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"), LINEAR
+    ),
+    **dict.fromkeys(("olmo_hybrid", "kimi_linear"), LINEAR),
+    **dict.fromkeys(("deepseek_v32", "glm_moe_dsa"), LIGHTNING_INDEX),
+    **dict.fromkeys(("nemotron_h", "falcon_h1", "bamba", "granitemoehybrid", "jamba"), MAMBA),
+    **dict.fromkeys(("mamba", "mamba2"), MAMBA),
+    **dict.fromkeys(("llama4", "llama4_text"), "attention within chunks of rows"),
+    "minimax": "lightning attention",
+    "gemma2": "soft cap of attention scores",
+    "gemma3": "SigLIP vision tower; gemma3_text is supported",
+    "olmo3": "YaRN in some layers only",
+}
 
 
 def describe(hf_config: Mapping[str, Any]) -> ModelDescription:
@@ -180,8 +198,10 @@ def describe(hf_config: Mapping[str, Any]) -> ModelDescription:
     """
     family = hf_config.get("model_type")
     if family not in FAMILIES:
+        missing = MISSING.get(str(family), "")
+        why = f": Megatron-Core 0.16 has no {missing}" if missing else ""
         raise CheckpointError(
-            f"model_type={family!r} is not supported; these are: {', '.join(FAMILIES)}."
+            f"model_type={family!r} is not supported{why}; these are: {', '.join(FAMILIES)}. backend=fsdp trains most others."
         )
     config = HFConfig(hf_config)
     found: ModelDescription

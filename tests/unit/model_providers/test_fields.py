@@ -59,6 +59,9 @@ SMALL_OF: dict[str, dict[str, Any]] = {
     "gemma3_text": {"hidden_activation": "gelu_pytorch_tanh", "attention_bias": False, "head_dim": 16, "sliding_window": 4,
                     "query_pre_attn_scalar": 20, "tie_word_embeddings": True,
                     "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+    "glm4": {"head_dim": 16, "attention_bias": True, "partial_rotary_factor": 0.5},
+    "minimax_m2": {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "rotary_dim": 8,
+                   "router_jitter_noise": 0.0},
     "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "attention_bias": True, "head_dim": 16, "sliding_window": 4,
                 "swiglu_alpha": 1.5, "swiglu_limit": 5.0,
                 "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
@@ -192,7 +195,8 @@ def compare(ours: ModelDescription, model: Any) -> None:
         assert ours.norm_epsilon == (norm.eps if hasattr(norm, "eps") else norm.variance_epsilon)
         assert ours.zero_centered == (not norm.weight.any())
     assert ours.pre_norm == hasattr(layers[0], "input_layernorm")
-    assert ours.post_norm == hasattr(layers[0], "post_feedforward_layernorm")
+    behind = ("post_feedforward_layernorm", "post_mlp_layernorm")
+    assert ours.post_norm == any(hasattr(layers[0], name) for name in behind)
     assert ours.init_std == config.initializer_range
     assert ours.max_positions == config.max_position_embeddings
     assert ours.parameters == sum(parameter.numel() for parameter in model.parameters())
@@ -303,10 +307,10 @@ def compare_experts(ours: ModelDescription, layers: Any, config: Any) -> None:
     assert ours.experts.normalised == getattr(gate, "norm_topk_prob", True)
     if ours.experts.sigmoid:
         assert (ours.experts.groups, ours.experts.active_groups) == (
-            gate.num_group,
-            gate.topk_group,
+            getattr(gate, "num_group", 1),
+            getattr(gate, "topk_group", 1),
         )
-        assert ours.experts.scale == gate.routed_scaling_factor
+        assert ours.experts.scale == getattr(gate, "routed_scaling_factor", 1.0)
 
 
 def frequencies_of(rope: Rope, config: Any, embedding_class: Any) -> tuple[torch.Tensor, float]:

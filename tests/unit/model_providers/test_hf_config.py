@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from rftmega.core.errors import CheckpointError
-from rftmega.model_providers.description import FAMILIES, describe
+from rftmega.model_providers.description import FAMILIES, MISSING, describe
 from rftmega.model_providers.hf_config import read_hf_config
 from tests.tiny_models import LLAMA3_ROPE, save_tiny
 
@@ -162,3 +162,14 @@ def test_a_config_that_is_a_loop_of_links_is_refused(tmp_path: Path) -> None:
 def test_a_byte_order_mark_is_read(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_bytes(b"\xef\xbb\xbf" + json.dumps(OLD_LLAMA).encode())
     assert describe(read_hf_config(tmp_path)) == describe(OLD_LLAMA)
+
+
+@pytest.mark.parametrize(("model_type", "missing"), sorted(MISSING.items()))
+def test_an_architecture_that_is_missing_a_feature_of_megatron_is_refused_with_its_name(
+    model_type: str, missing: str
+) -> None:
+    assert model_type not in FAMILIES
+    with pytest.raises(CheckpointError) as raised:
+        describe({"model_type": model_type})
+    assert f"Megatron-Core 0.16 has no {missing}" in str(raised.value)
+    assert "backend=fsdp" in str(raised.value)

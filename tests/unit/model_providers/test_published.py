@@ -118,6 +118,20 @@ PUBLISHED: dict[str, tuple[int, dict[str, Any]]] = {  # name -> (parameters, the
         "rope_scaling": YARN | {"beta_fast": 1.0, "beta_slow": 1.0, "factor": 32.0}, "rope_theta": 50000.0,
         "routed_scaling_factor": 2.827, "scoring_func": "sigmoid", "seq_aux": True, "tie_word_embeddings": False,
         "topk_group": 1, "topk_method": "noaux_tc", "v_head_dim": 128, "vocab_size": 163840}),
+    "MiniMax-M2": (228_689_748_992, {
+        "model_type": "minimax_m2", "attn_type_list": [1] * 62, "auto_map": {}, "head_dim": 128, "hidden_size": 3072,
+        "intermediate_size": 1536, "layernorm_full_attention_beta": 1.0, "layernorm_linear_attention_beta": 1.0,
+        "layernorm_mlp_beta": 1.0, "max_position_embeddings": 196608, "mlp_intermediate_size": 8192, "mtp_transformer_layers": 1,
+        "num_attention_heads": 48, "num_experts_per_tok": 8, "num_hidden_layers": 62, "num_key_value_heads": 8,
+        "num_local_experts": 256, "num_mtp_modules": 3, "qk_norm_type": "per_layer", "quantization_config": FP8,
+        "rms_norm_eps": 1e-06, "rope_theta": 5000000, "rotary_dim": 64, "router_jitter_noise": 0.0, "scoring_func": "sigmoid",
+        "shared_intermediate_size": 0, "shared_moe_mode": "sigmoid", "sliding_window": None, "swa_rope_theta": -1.0,
+        "tie_word_embeddings": False, "use_mtp": True, "use_qk_norm": True, "use_routing_bias": True, "vocab_size": 200064}),
+    "GLM-4-9B-0414": (9_400_279_040, {
+        "model_type": "glm4", "attention_bias": True, "head_dim": 128, "hidden_size": 4096, "intermediate_size": 13696,
+        "max_position_embeddings": 32768, "num_attention_heads": 32, "num_hidden_layers": 40, "num_key_value_heads": 2,
+        "partial_rotary_factor": 0.5, "rms_norm_eps": 1e-05, "rope_theta": 10000.0, "tie_word_embeddings": False,
+        "vocab_size": 151552}),
     **{
         name: (parameters, {
             "model_type": "gpt_oss", "attention_bias": True, "experts_per_token": 4, "head_dim": 64, "hidden_size": 2880,
