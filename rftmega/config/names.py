@@ -4,10 +4,12 @@ option.
 
 import difflib
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from rftmega.config.tree import sections
 
 CLOSE = 0.75  # minimum difflib ratio for every part of a dotted name
 TABLES = Path(__file__).with_name("from_other_systems.md")  # the page of the documentation
@@ -42,8 +44,7 @@ def unknown(name: str, known: Sequence[str], value: Any = None) -> str:
     inside = [option for option in known if option.startswith(f"{name}.")]
     if inside:
         return f"{name} is a section, not an option. Give options of it, as {inside[0]}."
-    sections = {option.rpartition(".")[0] for option in known}
-    if elsewhere := named_elsewhere(name, value) or _in_our_section(name, sections, value):
+    if elsewhere := named_elsewhere(name, value):
         return _theirs(name, elsewhere)
     if near := closest(name, known):
         return f"{name} is not an option. Did you mean {near}?"
@@ -58,10 +59,10 @@ def unknown(name: str, known: Sequence[str], value: Any = None) -> str:
 def _theirs(name: str, elsewhere: Iterable[Named]) -> str:
     said: dict[str, list[str]] = {}
     for row in elsewhere:
-        about = f" with {row.name}={row.value}" if row.value else ""
+        about = f" ({row.name}={row.value})" if row.value else ""
         said.setdefault(row.here, []).append(f"of {row.system}{about}")
     told = "; ".join(f"{', '.join(of)}: {here}" for here, of in said.items())
-    return f"{name} is not an option here. Its counterpart ({TABLES.name}), {told}."
+    return f"{name} is not an option here. {TABLES.name} tells users {told}."
 
 
 def closest(name: str, known: Sequence[str]) -> str:
@@ -97,30 +98,33 @@ def named_elsewhere(name: str, value: Any = None, *, whole: bool = True) -> list
     With `whole` False, `name` may lack sections of the option: `max_num_seqs` for
     `rollout.max_num_seqs`.
     """
-    name = _bare(name)
+    bare = _bare(name)
     if not whole:
-        ends = f".{name}"
-        found = [row for row in rows() if row.name.endswith(ends)]
-        return _of_value(found, value) or _of_value(_unlike_ours(name), value)
-    while name:
-        if found := [row for row in rows() if row.name == name]:
-            return _of_value(found, value)
-        name = name.rpartition(".")[0]
+        found = [row for row in rows() if row.name.endswith(f".{bare}")]
+        return _of_value(found or _unlike_ours(bare), value)
+    found = [row for row in rows() if bare in (row.name, row.name.replace(".", "_"))]
+    return _of_value(found or _around(bare, () if PREFIX in name else sections()), value)
+
+
+def _around(name: str, ours: Collection[str]) -> list[Named]:
+    """Returns the rows of the innermost section around an option that has a row; if it is in a
+    section of ours, the rows of its last part: TRL's epsilon, for trainer.epsilon.
+
+    `ours`: the sections that this project has as well.
+    """
+    around, _, leaf = name.rpartition(".")
+    if around in ours:
+        return [row for row in rows() if row.name == leaf]
+    while around and around not in ours:
+        if found := [row for row in rows() if row.name == around]:
+            return found
+        around = around.rpartition(".")[0]
     return []
 
 
 def _bare(name: str) -> str:
     """Returns the name of an option without the prefixes of Hydra and of verl."""
     return name.lstrip("+~").removeprefix(PREFIX)
-
-
-def _in_our_section(name: str, sections: Iterable[str], value: Any) -> list[Named]:
-    """Returns the options without a section of other frameworks that `name` puts into one of our
-    `sections`: trainer.epsilon, for TRL's epsilon.
-    """
-    section, _, leaf = name.rpartition(".")
-    flat = [row for row in rows() if row.name == leaf] if section in sections else []
-    return _of_value(flat, value)
 
 
 def _unlike_ours(name: str) -> list[Named]:
@@ -166,10 +170,11 @@ def rows() -> tuple[Named, ...]:
 def _read(system: str, left: str, right: str) -> list[Named]:
     """Returns the options in one row of a table, given its two cells."""
     theirs, ours = _theirs_in(left), _options_in(right)
+    targets: list[tuple[tuple[tuple[str, str], ...], str]]
     if ours and len(ours) == len(theirs):
-        targets = [((pair[:2],), f"{_written(pair[:2])}{pair[2]}") for pair in ours]
+        targets = [(((name, value),), _written(name, value) + said) for name, value, said in ours]
     elif len(theirs) == 1:
-        targets = [(tuple(pair[:2] for pair in ours), _plain(right))]
+        targets = [(tuple((name, value) for name, value, _ in ours), _plain(right))]
     else:
         targets = [((), _plain(right))] * len(theirs)
     return [
@@ -227,8 +232,8 @@ def _options_in(cell: str) -> list[tuple[str, str, str]]:
     return found
 
 
-def _written(option: Sequence[str]) -> str:
-    return ": ".join(filter(None, option))
+def _written(name: str, value: str) -> str:
+    return f"{name}: {value}" if value else name
 
 
 def _plain(cell: str) -> str:
