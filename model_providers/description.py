@@ -161,7 +161,8 @@ def describe(hf_config: Mapping[str, Any]) -> ModelDescription:
     family = hf_config.get("model_type")
     if family not in FAMILIES:
         raise CheckpointError(
-            f"model_type={family!r} is not supported; these are: {', '.join(FAMILIES)}."
+            f"model_type={family!r} is not supported by backend=megatron; these are: {', '.join(FAMILIES)}. "
+            "backend=fsdp trains any decoder of transformers (docs/supported_architectures.md)."
         )
     config = HFConfig(hf_config)
     found: ModelDescription

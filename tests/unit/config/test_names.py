@@ -128,6 +128,7 @@ def test_the_counterpart_follows_the_value() -> None:
         ("max_num_seqs", "users of verl: rollout.max_batch."),
         ("model.pth", "Did you mean model.path?"),
         ("rollout.enginee", "Did you mean rollout.engine?"),
+        ("model.lorra.rank", "Did you mean model.lora.rank?"),
         ("what.is.enable", "--help"),
     ],
 )
