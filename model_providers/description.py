@@ -201,7 +201,8 @@ def describe(hf_config: Mapping[str, Any]) -> ModelDescription:
         missing = MISSING.get(str(family), "")
         why = f": Megatron-Core 0.16 has no {missing}" if missing else ""
         raise CheckpointError(
-            f"model_type={family!r} is not supported{why}; these are: {', '.join(FAMILIES)}. backend=fsdp trains most others."
+            f"model_type={family!r} is not supported by backend=megatron{why}; these are: {', '.join(FAMILIES)}. "
+            "backend=fsdp trains most other decoders of transformers (docs/supported_architectures.md)."
         )
     config = HFConfig(hf_config)
     found: ModelDescription

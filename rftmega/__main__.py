@@ -2,6 +2,7 @@
 one name.
 
     rftmega COMMAND --help     what it takes
+    rftmega --version
 """
 
 import difflib
@@ -11,6 +12,7 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
 
+from rftmega import __version__
 from rftmega.runtime.parallel import preemption
 
 COMMANDS = {
@@ -54,6 +56,9 @@ def main() -> int:
     name, *rest = sys.argv[1:] or ["--help"]
     if name in ("-h", "--help"):
         sys.stdout.write(_listed())
+        return 0
+    if name == "--version":
+        sys.stdout.write(f"rftmega {__version__}\n")
         return 0
     if name not in COMMANDS:
         near = difflib.get_close_matches(name, COMMANDS, n=1)

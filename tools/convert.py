@@ -1,13 +1,13 @@
 """Converts between Hugging Face folders and Megatron's distributed checkpoints, without a GPU and
 one tensor at a time.
 
-    convert.py to-megatron HF_DIR OUT [--tp 2 --pp 2 ...]   every layout can read OUT; the layout given here reads it fastest
-    convert.py to-hf CHECKPOINT OUT                         CHECKPOINT is Megatron's, or a run's (the latest of checkpoints/)
-    convert.py to-plain HF_DIR OUT                          writes plain safetensors weights for FP8, MXFP4 or pytorch_model.bin
-    convert.py merge HF_DIR ADAPTER OUT                     merges a PEFT folder into its model's weights
-    convert.py extract HF_DIR TRAINED OUT --rank 16         approximates the difference of two models by adapters
-    convert.py checksums HF_DIR                             writes checksums for model.verify; to-hf writes them, too
-    convert.py verify A B [--logits]                        compares A and B, each of either format, tensor by tensor
+    rftmega convert to-megatron HF_DIR OUT [--tp 2 --pp 2 ...]   any layout can read OUT; this one reads it fastest
+    rftmega convert to-hf CHECKPOINT OUT                         CHECKPOINT is Megatron's, or a run's (its latest)
+    rftmega convert to-plain HF_DIR OUT                          writes plain safetensors weights of FP8, MXFP4 or .bin files
+    rftmega convert merge HF_DIR ADAPTER OUT                     merges a PEFT folder into its model's weights
+    rftmega convert extract HF_DIR TRAINED OUT --rank 16         approximates the difference of two models by adapters
+    rftmega convert checksums HF_DIR                             writes checksums for model.verify; to-hf writes them, too
+    rftmega convert verify A B [--logits]                        compares A and B, each of either format, tensor by tensor
 
 An interrupted conversion resumes when it is called again with the same arguments.
 """

@@ -1,7 +1,7 @@
 """Writes a run's trajectories as JSON lines of messages, in the format of OpenAI's chat API.
 
-    export_messages.py runs/demo                                  # writes runs/demo/messages.jsonl
-    export_messages.py runs/demo --step 20 --output step20.jsonl  # of one step
+    rftmega export-messages runs/demo                                  # writes runs/demo/messages.jsonl
+    rftmega export-messages runs/demo --step 20 --output step20.jsonl  # of one step
     jq -c 'select(.reward >= 1 and .exact)' runs/demo/messages.jsonl > given_answers.jsonl
 
 Each line is a trajectory: "messages", "tools" if the run had any, "reward", "reward_parts", "step",

@@ -1,8 +1,8 @@
 """Writes the YAML file of a first run with your model: GRPO, in the quickest layout that fits your
 devices, with a description of every option.
 
-    init.py Qwen/Qwen3-8B --gpus 8 --gpu-memory 80
-    init.py ./my-model --gpus 64 --gpu-memory 80 --data tasks.jsonl --response-tokens 8192
+    rftmega init Qwen/Qwen3-8B --gpus 8 --gpu-memory 80
+    rftmega init ./my-model --gpus 64 --gpu-memory 80 --data tasks.jsonl --response-tokens 8192
 
 MODEL is a Hugging Face folder, or org/name of the hub; its weights are not read. Without --data, a
 small data set of addition problems is written beside the YAML file, so that you can start at once.

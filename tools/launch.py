@@ -1,10 +1,10 @@
 """Starts a run on a Slurm cluster, through an sbatch file, or on this machine. The config is checked
 before anything is written.
 
-    launch.py slurm CONFIG [option=value ...] --nodes N --gpus-per-node G [--time 24:00:00 --partition P --account A] [--submit]
-    launch.py slurm CONFIG [option=value ...] --nodes N --processes-per-node P     # nodes without GPUs
-    launch.py slurm CONFIG strategy=separate rollout.transport=network ... --server-nodes M [--servers-per-node K]
-    launch.py local CONFIG [option=value ...] --processes N
+    rftmega launch slurm CONFIG [option=value ...] --nodes N --gpus-per-node G [--time 24:00:00 --partition P ...] [--submit]
+    rftmega launch slurm CONFIG [option=value ...] --nodes N --processes-per-node P     # nodes without GPUs
+    rftmega launch slurm CONFIG strategy=separate rollout.transport=network ... --server-nodes M [--servers-per-node K]
+    rftmega launch local CONFIG [option=value ...] --processes N
 
 The file is trainer.output/slurm/run.sbatch. Logs are in the same folder: JOB.log of the job and
 JOB-rank-R.log of each rank. srun starts one process per GPU; the processes meet at the first node.
@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING
 
 from rftmega.config.secrets import holds_secrets
 from rftmega.core.errors import ConfigError, exit_code_of
+from rftmega.run.option_parser import OptionParser
 from rftmega.tools import server_step
 
 if TYPE_CHECKING:
@@ -67,7 +68,7 @@ def main(given: list[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument(
-        "command", choices=("slurm", "local"), help="launch.py slurm --help lists its options"
+        "command", choices=("slurm", "local"), help="rftmega launch slurm --help lists its options"
     )
     command = parser.parse_args(given[:1]).command
     chosen = arguments(command).parse_intermixed_args(given[1:])  # does not support subcommands
@@ -75,13 +76,13 @@ def main(given: list[str] | None = None) -> int:
 
 
 def arguments(command: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = OptionParser(
         prog=f"{Path(sys.argv[0]).name} {command}",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("config", metavar="CONFIG", help="YAML file of options; train_rl.py --help lists them")
+    add("config", metavar="CONFIG", help="YAML file of options; rftmega train --help lists them")
     add(
         "overrides",
         nargs="*",
@@ -199,7 +200,7 @@ def slurm(chosen: argparse.Namespace, given: list[str]) -> int:
         os.environ,
         **paths,
         saved=config.faults.requeue_code,
-        command=["tools/launch.py", *given],
+        command=["rftmega", "launch", *given],
     )
     try:
         folder.mkdir(parents=True, exist_ok=True)

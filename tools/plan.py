@@ -1,10 +1,10 @@
 """Predicts a run before its launch: memory of every process in every phase, what does not fit, and
 the nearest layout that does.
 
-    plan.py CONFIG [option=value ...] --gpus 64 --gpu-memory 80
-    plan.py examples/planning/llama-3-70b/run.yaml --gpus 64 --gpu-memory 80 --json
+    rftmega plan CONFIG [option=value ...] --gpus 64 --gpu-memory 80
+    rftmega plan examples/planning/llama-3-70b/run.yaml --gpus 64 --gpu-memory 80 --json
 
-CONFIG is the config file of train_rl.py; the folder model.path needs only a config.json. No GPU,
+CONFIG is the config file of rftmega train; the folder model.path needs only a config.json. No GPU,
 weights, data or processes are needed. GB are 10^9 bytes.
 
 Phases are those of a run's metrics: rollout (engines generate), score (log-probs, no gradient),
@@ -52,6 +52,7 @@ from rftmega.config import RunConfig
 from rftmega.config.capabilities import backend_of
 from rftmega.core.errors import ConfigError, exit_code_of
 from rftmega.run.hub import fetched
+from rftmega.run.option_parser import OptionParser
 
 if TYPE_CHECKING:
     from rftmega.run.planning.backends import Recommendation
@@ -81,14 +82,14 @@ FLAGS = (
 
 
 def main(given: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
+    parser = OptionParser(
         description=__doc__,
         usage="%(prog)s CONFIG [option=value ...] --gpus N --gpu-memory GB [--json] [...]",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("config", metavar="CONFIG", help="YAML file")
     parser.add_argument(
-        "overrides", nargs="*", metavar="option=value", default=[], help="as of train_rl.py"
+        "overrides", nargs="*", metavar="option=value", default=[], help="as of rftmega train"
     )
     add_machine(parser)
     parser.add_argument(

@@ -1,4 +1,4 @@
-"""Compares how the devices of a run can be divided between trainer and servers (plan.py --splits)."""
+"""Compares how the devices of a run can be divided between trainer and servers (rftmega plan --splits)."""
 
 import json
 import sys

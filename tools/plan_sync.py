@@ -1,7 +1,7 @@
 """Plans the push of a model's weights from a trainer's layout into engines, without running them:
 prints bytes per rank and the limiting link.
 
-    plan_sync.py HF_DIR --trainer-ranks 64 --tp 4 --pp 2 --engine-ranks 32 --engine-tp 8
+    rftmega plan-sync HF_DIR --trainer-ranks 64 --tp 4 --pp 2 --engine-ranks 32 --engine-tp 8
     [--separate]
 
 HF_DIR needs only a config.json. Seconds are a lower bound: the bytes of the busiest rank divided by

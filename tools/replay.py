@@ -1,8 +1,8 @@
 """Shows why a run stopped with exit code 77: the log-probs of engine and trainer for the same
 tokens, and which of the two is wrong.
 
-    replay.py runs/demo/gap/step_000012                        # cause, weights, the tokens that differ most
-    replay.py runs/demo/gap/step_000012 --model runs/v12/hf    # and transformers' log-probs of them, in float32
+    rftmega replay runs/demo/gap/step_000012                        # cause, weights, the tokens that differ most
+    rftmega replay runs/demo/gap/step_000012 --model runs/v12/hf    # and transformers' log-probs of them, in float32
 
 The folder is the one that the run named (docs/push.md). --model must hold the weights that
 generated the completions: for step 0 those of model.path (the default if it still exists), for a

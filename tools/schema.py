@@ -1,8 +1,8 @@
 """Writes the JSON schema of config files, with which an editor completes options, shows their
 descriptions and underlines typos.
 
-    schema.py > rftmega.schema.json
-    schema.py my.yaml > my.schema.json      # with the options of the plugins that my.yaml names
+    rftmega schema > rftmega.schema.json
+    rftmega schema my.yaml > my.schema.json      # with the options of the plugins that my.yaml names
 
 A config file names its schema in its first line, relative to its own folder:
 

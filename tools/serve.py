@@ -4,7 +4,7 @@
     rftmega serve CONFIG [option=value ...] --listen 10.0.0.2 --port 8100 --servers 4
     rftmega serve CONFIG [option=value ...] --listen 10.0.0.2 --server-list /shared/servers.txt
 
-CONFIG is the config file of train_rl.py. The trainer finds the servers by rollout.addresses (fixed
+CONFIG is the config file of rftmega train. The trainer finds the servers by rollout.addresses (fixed
 ports: --port and the following ones), or by rollout.server_list, a file on a shared file system
 that contains the address of each server from the time it is ready until it ends. So servers can
 join and leave during a run.
@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 from rftmega import config as configuration
 from rftmega.config import RunConfig
 from rftmega.core.errors import ConfigError, EngineFault, exit_code_of
+from rftmega.run.option_parser import OptionParser
 
 if TYPE_CHECKING:
     from rftmega.rollout.servers.server import Server
@@ -46,14 +47,14 @@ class Renamed(argparse.Action):
 
 
 def main(given: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
+    parser = OptionParser(
         description=__doc__,
         usage="%(prog)s CONFIG [option=value ...] --listen ADDRESS [...]",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("config", metavar="CONFIG", help="YAML file")
     parser.add_argument(
-        "overrides", nargs="*", metavar="option=value", default=[], help="as of train_rl.py"
+        "overrides", nargs="*", metavar="option=value", default=[], help="as of rftmega train"
     )
     parser.add_argument(
         "--listen",

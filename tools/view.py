@@ -1,8 +1,8 @@
 """Makes one HTML page of a run: curves of its metrics, a table of samples, and each response with
 coloured tokens.
 
-    view.py runs/demo                                     # writes runs/demo/trajectories.html
-    view.py runs/demo/trajectories/step_000100.jsonl.gz --output page.html --limit 500
+    rftmega view runs/demo                                     # writes runs/demo/trajectories.html
+    rftmega view runs/demo/trajectories/step_000100.jsonl.gz --output page.html --limit 500
 
 A multi-turn response is shown turn by turn. Tokens are coloured by the log-prob mismatch between
 engine and trainer, by advantage or by entropy; hovering shows the values. The page needs no network

@@ -531,7 +531,7 @@ OVERVIEW = (
     ),
     Row(
         "B09a", "command line", "equivalent", "rftmega.run.command_line.run",
-        note="`rftmega train my.yaml`, or `train_rl.py my.yaml`. Overrides have the form `rollout.temperature=0.8`.",
+        note="`rftmega train my.yaml`. Overrides have the form `rollout.temperature=0.8`.",
         test="tests/e2e/test_loop.py::"
         "test_dry_run_prints_layout_batch_and_parameters_and_starts_nothing",
     ),
@@ -624,7 +624,7 @@ PPO = (
     ),
     Row(
         "C04", "PPOTrainerVL(ptx_coef)", "equivalent", TRAINER, "ptx_coef=0",
-        note="Set `algorithm.ptx_coef` and `data.ptx`, and use `train_rl.py`. Another value than 0 raises a `ValueError`.",
+        note="Set `algorithm.ptx_coef` and `data.ptx`, and use `rftmega train`. Another value than 0 raises a `ValueError`.",
         test=REFUSED,
     ),
     Row(
@@ -729,7 +729,7 @@ PPO = (
         "args, prompts_dataloader, pretrain_dataloader, eval_dataloader=None, consumed_samples=0, "
         "num_update_steps_per_episodes=1",
         "None",
-        "Pass None as `pretrain_dataloader`; for supervised loss, set `algorithm.ptx_coef` and use `train_rl.py`.",
+        "Pass None as `pretrain_dataloader`; for supervised loss, set `algorithm.ptx_coef` and use `rftmega train`.",
         f"{IN_TRAINER}a_fit_pushes_rolls_out_learns_and_saves_and_goes_on_where_it_was",
     ),
     Row(
@@ -782,7 +782,7 @@ EXPERIENCE = (
     ),
     Row(
         "D03", "Experience.action_entropy", "implemented", f"{PADDED}.Experience.action_entropy",
-        note="Make an `entropy_mask` from it, to train on tokens of high entropy only. `train_rl.py` has "
+        note="Make an `entropy_mask` from it, to train on tokens of high entropy only. `rftmega train` has "
         "`algorithm.high_entropy_share`.",
         test=f"{IN_MAKER}an_experience_holds_what_policy_critic_reward_and_engine_say_of_each_token",
     ),

@@ -255,7 +255,7 @@ def _refused(name: str, value: Any, chosen: Mapping[str, str], plugins: Plugins)
     known, section = options(plugins), name.rpartition(".")[0]
     # a dictionary's keys are the user's
     if name not in known and get_origin(known.get(section)) is not dict:
-        return renamed(name, value) or unknown(name, list(known))
+        return renamed(name, value) or unknown(name, list(known), value)
     union = _union_of(name, chosen)
     leaf = name.removeprefix(f"{union}.").partition(".")[0]
     if not union or leaf == "type":

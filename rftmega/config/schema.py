@@ -1,6 +1,6 @@
 """Schema of all options: the type, default and meaning of each option.
 
-`train_rl.py --help` prints this file's docstrings.
+`rftmega train --help` prints this file's docstrings.
 """
 
 from dataclasses import dataclass, field

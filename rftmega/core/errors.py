@@ -23,7 +23,7 @@ def described(error: BaseException, *, call: bool = False) -> str:
 
 
 class RFTMegaError(Exception):
-    """Base class of every error that the user can fix; `train_rl.py` prints it without a traceback."""
+    """Base class of every error that the user can fix; `rftmega train` prints it without a traceback."""
 
     exit_code = 2  # of the program; docs/fault_tolerance.md lists all of them
 
@@ -43,10 +43,19 @@ class DataError(RFTMegaError):
     @classmethod
     def first_of(cls, problems: Sequence[str]) -> Self:
         """Builds an error from the first ten problems, one per line, and the number of further
-        problems.
+        problems. Problems that differ in their place only ("file:3: what is wrong") are one line,
+        with their number.
         """
-        more = len(problems) - 10
-        return cls("\n".join([*problems[:10], *([f"... and {more} more."] if more > 0 else [])]))
+        places: dict[str, list[str]] = {}
+        for problem in problems:
+            _, colon, reason = problem.partition(": ")
+            places.setdefault(reason if colon else problem, []).append(problem)
+        lines = [
+            f"{alike[0]} (the same in {len(alike) - 1} more places)" if len(alike) > 1 else alike[0]
+            for alike in places.values()
+        ]
+        more = sum(map(len, list(places.values())[10:]))
+        return cls("\n".join([*lines[:10], *([f"... and {more} more."] if more > 0 else [])]))
 
 
 class LockedError(RFTMegaError):

@@ -26,7 +26,7 @@ from rftmega.trainer.optimizer_steps import Schedule, take_steps
 # LightRFT's argument -> its default, and what determines it in rftmega
 DECIDED: dict[str, tuple[Any, str]] = {
     "ema_beta": (0.992, "algorithm.ema_beta of the config"),
-    "ptx_coef": (0, "algorithm.ptx_coef and data.ptx of train_rl.py"),
+    "ptx_coef": (0, "algorithm.ptx_coef and data.ptx of rftmega train"),
     "micro_train_batch_size": (8, "trainer.max_tokens_per_micro_batch of the config"),
     "gradient_checkpointing": (False, "parallel.recompute of the config"),
     "max_norm": (1.0, "optimizer.clip_grad of the config"),

@@ -47,7 +47,7 @@ def train(
     rewards: Sequence[RewardFunction | str] | None = None,
     environment: Any = None,
 ) -> RunResult:
-    """Runs a training as `train_rl.py CONFIG [option=value ...] --processes N` does. Returns its
+    """Runs a training as `rftmega train CONFIG [option=value ...] --processes N` does. Returns its
     result when it has ended.
 
     `config` is the path of a YAML file, a dictionary with the same content, or a complete

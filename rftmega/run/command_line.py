@@ -5,19 +5,28 @@ Importing this module loads no heavy package.
 
 import argparse
 import contextlib
+import difflib
 import os
 import sys
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 
 from rftmega import config as configuration
+from rftmega.config.names import unknown
+from rftmega.config.tree import options
 from rftmega.core.errors import FINAL_CODES, ConfigError, RanksFailed, RFTMegaError, reported
 from rftmega.run.api import check, train
 from rftmega.run.hub import fetched
-from rftmega.run.option_reference import option_reference
+from rftmega.run.option_parser import OptionParser
+from rftmega.run.option_reference import option_reference, section_reference, top_sections
 from rftmega.runtime.parallel.private import keep_private
 
 FIRST_RECORDS = 8  # records that a dry run reads of each file
+HELP = ("-h", "--help")
+ONE_SECTION = """`--help rollout` prints one section of the options only; `--help model.lora` and
+`--help trainer.steps` print a part of one. Sections: {first},
+{second}."""
 FROM_PYTHON = """From Python: rftmega.train(CONFIG, processes=N, overrides=["option=value"], rewards=[my_function]),
 where my_function(prompts, completions, **columns) gives a number for each completion (docs/rewards.md)."""
 
@@ -28,7 +37,10 @@ def run(description: str | None) -> int:
 
     Returns the exit code, after printing a message for errors that the user can fix.
     """
-    given = arguments(description)
+    try:
+        given = arguments(description)
+    except ConfigError as error:  # of --help with a section that does not exist
+        return reported(error)
     keep_private()  # until this process ends: files are still written at exit
     code = 0
     try:
@@ -50,12 +62,17 @@ def run(description: str | None) -> int:
 
 
 def arguments(description: str | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=description,
-        usage="%(prog)s CONFIG [option=value ...] [--processes N] [--dry-run]",
+    listed = reference(sys.argv[1:])
+    if chosen := _chosen_help(sys.argv[1:], listed):
+        sys.stdout.write(f"{chosen}\n")
+        sys.exit(0)
+    names = top_sections()
+    shortly = ONE_SECTION.format(first=", ".join(names[:7]), second=", ".join(names[7:]))
+    parser = OptionParser(
+        description=f"{shortly}\n\n{description or ''}",
+        usage="%(prog)s CONFIG [option=value ...] [--processes N] [--dry-run]\n       %(prog)s --help [SECTION]",
         epilog=f"{FROM_PYTHON}\n\n"
-        "Options, their defaults and meaning (CONFIG is a YAML file of them):\n"
-        + reference(sys.argv[1:]),
+        "Options, their defaults and meaning (CONFIG is a YAML file of them):\n" + listed,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("config", metavar="CONFIG", help="YAML file")
@@ -79,6 +96,25 @@ def arguments(description: str | None) -> argparse.Namespace:
     return parser.parse_intermixed_args()
 
 
+def _chosen_help(argv: Sequence[str], listed: str) -> str:
+    """Returns the part of the option reference `listed` that the name after --help chooses; "" if
+    no name is there. `argv`: the command line's arguments.
+
+    Raises ConfigError if the name is that of no section, option or file.
+    """
+    names = [after for word, after in pairwise(argv) if word in HELP]
+    if not names or names[0].startswith("-") or "=" in names[0] or Path(names[0]).is_file():
+        return ""
+    if found := section_reference(names[0], listed):
+        return found
+    near = difflib.get_close_matches(names[0], top_sections(), n=1)
+    raise ConfigError(
+        f"--help {names[0]}: {names[0]} is no section. Did you mean {near[0]}?"
+        if near
+        else f"--help {names[0]}: {unknown(names[0], list(options()))}"
+    )
+
+
 def reference(argv: Sequence[str]) -> str:
     """Returns the option reference that --help prints, including the options of plugins if the
     CONFIG on the command line names any. `argv`: the command line's arguments.
@@ -89,7 +125,7 @@ def reference(argv: Sequence[str]) -> str:
         if not word.startswith("-") and "=" not in word and Path(word).is_file()
     ]
     overrides = [word for word in argv if not word.startswith("-") and "=" in word]
-    if not {"-h", "--help"}.intersection(argv) or not files:
+    if not set(HELP).intersection(argv) or not files:
         return option_reference()
     try:
         return option_reference(configuration.plugins_of(files[0], overrides))

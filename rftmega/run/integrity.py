@@ -98,7 +98,7 @@ def _first_time(world: World, folder: Path, reports: Sequence[ChecksumReport]) -
             error = str(raised)
     if errors := list(filter(None, gather_objects(error))):
         raise CheckpointError(
-            f"{errors[0]} model.verify=true needs it once; tools/convert.py checksums writes it, too."
+            f"{errors[0]} model.verify=true needs it once; rftmega convert checksums writes it, too."
         )
 
 

@@ -2,6 +2,7 @@
 
 import ast
 import inspect
+import re
 import textwrap
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
@@ -10,7 +11,7 @@ from itertools import pairwise
 from typing import Any
 
 from rftmega.config.schema import CriticConfig, RunConfig
-from rftmega.config.tree import Plugins, default_type, hints, listed, members, tabled
+from rftmega.config.tree import Plugins, default_type, hints, listed, members, options, tabled
 
 MADE = "field(default_factory=lambda: "  # precedes the default of a list
 EMPTY = {
@@ -33,6 +34,25 @@ def option_reference(plugins: Plugins = ()) -> str:
         if is_dataclass(hints(RunConfig)[f.name]):
             lines.append(f"\n{f.name}:")
         lines += _described(RunConfig, f.name, "", plugins)
+    return "\n".join(lines)
+
+
+def top_sections() -> list[str]:
+    """Returns the names of the config's sections."""
+    return sorted({name.partition(".")[0] for name in options() if "." in name})
+
+
+def section_reference(name: str, whole: str) -> str:
+    """Returns the part of the reference `whole` on the section, the component or the option `name`;
+    "" if there is none.
+    """
+    entry = re.compile(rf" {{2,4}}{re.escape(name)}(?![a-z_0-9])")
+    shown, lines = False, []
+    for line in whole.splitlines():
+        if line and not line.startswith(INDENT):
+            shown = bool(entry.match(line))
+        if shown and line:
+            lines.append(line)
     return "\n".join(lines)
 
 

@@ -15,7 +15,7 @@ class RunResult:
     metrics: dict[str, float | None]  # of the last step, as metrics.jsonl has them
     output: Path  # the run's folder, trainer.output
     stopped: bool  # by a signal, before the last step; the same call resumes there
-    exit_code: int  # of train_rl.py: 0, or faults.requeue_code if it was stopped
+    exit_code: int  # of rftmega train: 0, or faults.requeue_code if it was stopped
 
     @property
     def history(self) -> list[Step]:

@@ -1,11 +1,13 @@
 """The command `rftmega`: what it lists, refuses, completes, and says where something is missing."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+import rftmega
 from rftmega import __main__ as command
 
 
@@ -38,6 +40,75 @@ def test_each_command_has_the_help_of_its_program(
 ) -> None:
     assert asked(name, "--help", patch=monkeypatch) == 0
     assert f"usage: rftmega {name}" in capsys.readouterr().out
+
+
+def test_the_version_is_that_of_the_package(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert asked("--version", patch=monkeypatch) == 0
+    assert capsys.readouterr().out == f"rftmega {rftmega.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "first", "last"),
+    [
+        ("rollout", "  rollout.engine = 'vllm'", "rollout.deadline_seconds"),
+        ("model.lora", "  model.lora.rank = 0", "model.lora.evaluated"),
+        ("algorithm.policy_loss", "  algorithm.policy_loss.type = clip", "{type: reinforce}"),
+        ("trainer.steps", "  trainer.steps = 100", "trainer.steps"),
+        ("critic", "  critic.path = ''", "critic.value_huber"),
+    ],
+)
+def test_help_with_a_name_prints_that_section_only(
+    name: str,
+    first: str,
+    last: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert asked("train", "--help", name, patch=monkeypatch) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == first
+    entries = [line for line in lines if not line.startswith(" " * 6)]
+    assert all(line.lstrip().startswith(name) for line in entries)
+    assert last in entries[-1]
+
+
+def test_help_begins_with_how_to_print_one_section(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert asked("train", "--help", patch=monkeypatch) == 0
+    begin = "".join(capsys.readouterr().out.splitlines()[:5])
+    assert "rftmega train --help [SECTION]" in begin
+    assert "rollout" in begin
+    assert asked("train", "--help", "rolout", patch=monkeypatch) == 2
+    assert "Did you mean rollout?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["train", "plan", "serve"])
+def test_an_option_with_dashes_is_told_how_to_write_it(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    needed = ["--gpus", "8", "--gpu-memory", "80"] if name == "plan" else []
+    needed += ["--listen", "10.0.0.1"] if name == "serve" else []
+    given = ["--trainer.steps=5", "--rollout.tensor", "2", "--num_generations=8"]
+    assert asked(name, "run.yaml", *needed, *given, patch=monkeypatch) == 2
+    steps, tensor, generations = capsys.readouterr().err.splitlines()
+    assert steps.endswith("Write trainer.steps=5.")
+    assert tensor.endswith("Write rollout.tensor=VALUE.")
+    assert "users of TRL: rollout.samples_per_prompt" in generations
+
+
+def test_help_names_programs_as_they_are_called(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in set(command.COMMANDS) - {"demo", "completion"}:
+        asked(name, "--help", patch=monkeypatch)
+        said = capsys.readouterr().out
+        assert f"rftmega {name}" in said
+        assert not re.search(
+            r"\b(?!my_rewards|my_tools|my)[a-z_]+\.py [A-Za-z]", said.partition("Options,")[0]
+        ), name
 
 
 def test_a_typo_is_told_what_was_meant(

@@ -79,7 +79,7 @@ class FSDPModelManager:
         if is_distributed(cfg.model.path):
             raise CheckpointError(
                 f"{cfg.model.path} is a distributed checkpoint of Megatron, and backend=fsdp reads Hugging Face folders. "
-                "Convert it with `python tools/convert.py to-hf`, or take backend=megatron."
+                "Convert it with `rftmega convert to-hf`, or take backend=megatron."
             )
         files = open_quantised(cfg.model.path, self.hf_config)
         path = cfg.model.path

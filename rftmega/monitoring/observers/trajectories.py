@@ -1,4 +1,4 @@
-"""Files with the samples that steps trained on, token by token, which `zcat` and `tools/view.py`
+"""Files with the samples that steps trained on, token by token, which `zcat` and `rftmega view`
 can show.
 """
 

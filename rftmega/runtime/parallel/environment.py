@@ -14,7 +14,7 @@ def whole_number(variable: str, default: int | None = None) -> int:
     given = os.environ.get(variable, None if default is None else str(default))
     if given is None:
         raise ConfigError(
-            f"{variable} is not set. A launcher (torchrun, srun through tools/launch.py) sets it."
+            f"{variable} is not set. A launcher (torchrun, srun through rftmega launch) sets it."
         )
     if not given.strip().isdecimal():
         raise ConfigError(

@@ -137,7 +137,7 @@ class GapGate:
             f"Engine and trainer give other log-probabilities to the same tokens: in step {step + 1} the 99.9th percentile of "
             f"the gap is {gap.percentile:.2g} (rollout.max_logprob_gap={self.limits.percentile:g}), its mean {gap.mean:.2g} "
             f"(rollout.mean_logprob_gap={self.limits.mean:g}), over {gap.tokens} tokens. Cause: {cause.kind}: {cause.why}. "
-            f"Nothing was learnt from these completions. What was looked at is in {folder}; `tools/replay.py {folder}` shows it."
+            f"Nothing was learnt from these completions. What was looked at is in {folder}; `rftmega replay {folder}` shows it."
         )
 
     def _looked_at(

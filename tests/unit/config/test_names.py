@@ -9,11 +9,17 @@ import pytest
 
 from rftmega.config import load
 from rftmega.config.names import closest, named_elsewhere, rows, unknown
-from rftmega.config.tree import options
+from rftmega.config.tree import options, sections, unions
 from rftmega.core.errors import ConfigError
 
 PAGE = Path(__file__).parents[3] / "docs/from_other_systems.md"
 KNOWN = list(options())
+
+# every field of GRPOConfig in TRL 1.16, with those of transformers' TrainingArguments
+GRPO_CONFIG = Path(__file__).with_name("grpo_config_fields.txt").read_text().split()
+
+# options of other frameworks, with the name of ours that the error must contain
+COUNTERPARTS = Path(__file__).with_name("counterparts.txt").read_text().split()
 
 
 @pytest.mark.parametrize(
@@ -84,6 +90,77 @@ def test_every_option_that_the_page_names_first_is_one() -> None:
             continue  # a function
         parts = {f"{name}.type", name.rstrip("."), name.rpartition(".")[0]}
         assert parts & (sections | set(KNOWN)), line
+
+
+def test_at_least_120_names_of_other_frameworks_are_told_their_counterparts() -> None:
+    pairs = dict(zip(COUNTERPARTS[::2], COUNTERPARTS[1::2], strict=True))
+    assert len(pairs) >= 120
+    said = {name: unknown(name, KNOWN) for name in pairs}
+    assert {name for name in pairs if "tells users of" not in said[name]} == set()
+    wrong = {name: said[name] for name, ours in pairs.items() if ours not in said[name]}
+    assert not wrong
+
+
+def test_every_option_of_trl_s_grpo_config_has_a_row() -> None:
+    assert len(GRPO_CONFIG) == 189
+    assert [name for name in GRPO_CONFIG if "users of TRL" not in unknown(name, KNOWN)] == []
+
+
+def test_the_counterpart_follows_the_value() -> None:
+    assert "users of TRL (loss_type=grpo): algorithm.loss_aggregation: sequence_mean." in unknown(
+        "loss_type", KNOWN, "grpo"
+    )
+    assert "sequence_mean" not in unknown("loss_type", KNOWN, "dr_grpo")
+    assert "scale_by_std: false" in unknown("scale_rewards", KNOWN, value=False)
+    assert "resume: none" not in unknown("resume_from_checkpoint", KNOWN, "out/checkpoint-50")
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("+actor_rollout_ref.rollout.n", "users of verl: rollout.samples_per_prompt"),
+        ("rollout.n", "users of verl: rollout.samples_per_prompt"),
+        ("critic.optim.lr", "users of verl: critic.optimizer.learning_rate."),
+        ("actor_rollout_ref.actor.profiler.tool_config.nsys.discrete", "logging.timeline"),
+        ("peft_config.layers_pattern", "users of TRL: LoRA: model.lora.rank"),
+        ("actor_rollout_ref.model.lora.alpha", "users of verl: model.lora.alpha."),
+        ("wandb_org", "WANDB_ENTITY"),
+        ("max_num_seqs", "users of verl: rollout.max_batch."),
+        ("model.pth", "Did you mean model.path?"),
+        ("rollout.enginee", "Did you mean rollout.engine?"),
+        ("model.lorra.rank", "Did you mean model.lora.rank?"),
+        ("what.is.enable", "--help"),
+    ],
+)
+def test_an_option_is_found_by_its_section_or_its_end_but_not_by_a_common_word(
+    name: str, told: str
+) -> None:
+    assert told in unknown(name, KNOWN)
+
+
+def test_each_of_our_names_in_the_right_column_exists() -> None:
+    known = {*KNOWN, *sections(), *unions()}
+    roots = {name.partition(".")[0] for name in known}
+    lines = [line for line in PAGE.read_text().splitlines() if line.count("|") == 3]
+    quoted = [name for line in lines for name in re.findall(r"`([^`]+)`", line.split("|")[2])]
+    dotted = [
+        found[0] for name in quoted if (found := re.match(r"[a-z_0-9]+(\.[a-z_0-9]+)+", name))
+    ]
+    ours = [name for name in dotted if name.partition(".")[0] in roots]
+    assert len(ours) > 400
+    assert {name for name in ours if name not in known} == set()
+    assert {option for row in rows() for option, _ in row.options} <= known
+
+
+def test_nested_yaml_of_another_framework_is_told_each_counterpart(tmp_path: Path) -> None:
+    path = tmp_path / "verl.yaml"
+    path.write_text(
+        "actor_rollout_ref: {rollout: {n: 8}, actor: {ppo_epochs: 2}}\nrollout: {n: 8}\n"
+    )
+    with pytest.raises(ConfigError) as raised:
+        load(path)
+    assert str(raised.value).count("users of verl: rollout.samples_per_prompt") == 2
+    assert "users of verl: algorithm.epochs_per_rollout" in str(raised.value)
 
 
 def test_a_run_that_is_written_for_trl_hears_of_the_table(config_file: Path) -> None:

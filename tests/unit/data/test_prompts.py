@@ -100,11 +100,22 @@ def test_a_prompt_without_any_token_is_refused(tmp_path: Path) -> None:
 
 
 def test_all_bad_lines_are_named_at_once(tmp_path: Path) -> None:
+    longer = [f'{{"prompt": "{"a" * (6 + more)}", "label": "x"}}\n' for more in range(12)]
     with pytest.raises(DataError) as caught:
-        load(tmp_path / "a.jsonl", "x\n" * 12)
+        load(tmp_path / "a.jsonl", "".join(longer))
     assert "a.jsonl:1:" in str(caught.value)
     assert "a.jsonl:10:" in str(caught.value)
     assert "... and 2 more." in str(caught.value)
+
+
+def test_a_mistake_of_every_record_is_one_line_with_their_number(tmp_path: Path) -> None:
+    lines = '{"question": "a", "label": "x"}\n' * 500 + '{"prompt": "abcdef", "label": "x"}\n'
+    with pytest.raises(DataError) as caught:
+        load(tmp_path / "a.jsonl", lines)
+    first, second = str(caught.value).splitlines()
+    assert "a.jsonl:1: " in first
+    assert first.endswith("(the same in 499 more places)")
+    assert "a.jsonl:501: " in second
 
 
 def test_long_prompts_are_dropped_on_request(tmp_path: Path) -> None:
