@@ -178,11 +178,18 @@ def test_every_value_that_the_tables_give_an_option_loads() -> None:
     """A value of ours that does not exist would be found out by a user only."""
     pairs = {pair for row in rows() if row.value for pair in row.options if pair[1]}
     assert len(pairs) > 40
-    parts = sorted(pair for pair in pairs if pair[0] in unions())
-    plain = sorted(pairs - set(parts))
-    together = [dict(plain), dict(reversed(plain)), *([dict([pair]) for pair in parts])]
-    seen = {pair for each in together for pair in each.items()}
-    for given in [*together, *(dict([pair]) for pair in pairs - seen)]:
+    values: dict[str, list[str]] = {}
+    for option, value in sorted(pairs):
+        values.setdefault(option, []).append(value)
+    chosen = {*unions(), "algorithm.recipe"}  # on which other options depend
+    parts = {option: own for option, own in values.items() if option in chosen}
+    plain = {option: own for option, own in values.items() if option not in parts}
+    together = [
+        {option: own[at] for option, own in some.items() if at < len(own)}
+        for some in (parts, plain)
+        for at in range(max(map(len, some.values())))
+    ]
+    for given in together:
         read = {option: yaml.safe_load(value) for option, value in given.items()}
         configuration.load({"model.path": "a/b", **read})
 
