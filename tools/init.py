@@ -3,6 +3,8 @@ devices, with a description of every option.
 
     rftmega init Qwen/Qwen3-8B --gpus 8 --gpu-memory 80
     rftmega init ./my-model --gpus 64 --gpu-memory 80 --data tasks.jsonl --response-tokens 8192
+    rftmega init --from trl train.py --gpus 8    # translates the options of a script for TRL
+    rftmega init --from verl run.sh              # translates the options of a command line for verl
 
 MODEL is a Hugging Face folder, or org/name of the hub; its weights are not read. Without --data, a
 small data set of addition problems is written beside the YAML file, so that you can start at once.
@@ -34,9 +36,13 @@ TEMPLATES = ("chat_template.jinja", "chat_template.json")
 def main(given: list[str] | None = None) -> int:
     from rftmega.tools import plan
 
+    given = sys.argv[1:] if given is None else given
+    if any(word.partition("=")[0] == "--from" for word in given):
+        return exit_code_of(translate, _translation().parse_args(given))
     parser = argparse.ArgumentParser(
         description=__doc__,
-        usage="%(prog)s MODEL --gpus N --gpu-memory GB [--data FILE] [--response-tokens T] [--output FILE] [...]",
+        usage="%(prog)s MODEL --gpus N --gpu-memory GB [--data FILE] [--response-tokens T] [--output FILE] [...]\n"
+        "       %(prog)s --from {trl,verl} PROGRAM [--gpus N] [--output FILE]",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
@@ -92,6 +98,51 @@ def write(chosen: argparse.Namespace) -> int:
     )
     if not chosen.data:
         sys.stdout.write(f"wrote {tasks.name}: {TASKS} sums; set data.train to your tasks\n")
+    return 0
+
+
+def _translation() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description="Writes the YAML file of a run from a program for another framework, by the tables of "
+        "docs/from_other_systems.md, and lists what it could not translate."
+    )
+    add = parser.add_argument
+    add("--from", dest="system", choices=("trl", "verl"), required=True, help="the framework")
+    add("program", metavar="PROGRAM", type=Path, help="script.py of TRL, or command.sh of verl")
+    add(
+        "--gpus", type=int, default=0, metavar="N", help="processes that it ran in, for batch sizes"
+    )
+    add("--output", type=Path, default=Path("run.yaml"), metavar="FILE", help="to write (run.yaml)")
+    return parser
+
+
+def translate(chosen: argparse.Namespace) -> int:
+    """Writes the YAML file of a program for another framework, and prints what is not in it.
+
+    Raises ConfigError for a program that cannot be read, or a file that is there already.
+    """
+    from rftmega.run.foreign_source import read_trl, read_verl
+    from rftmega.run.translation import as_yaml, translated
+
+    if chosen.output.exists():
+        raise ConfigError(
+            f"{chosen.output} is there already. Move it away, or choose another --output."
+        )
+    try:
+        text = chosen.program.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{chosen.program} can't be read: {error}.") from error
+    system, read = {"trl": ("TRL", read_trl), "verl": ("verl", read_verl)}[chosen.system]
+    try:
+        found = translated(system, read(text), chosen.gpus)
+    except ConfigError as error:
+        raise ConfigError(f"{chosen.program}: {error}") from error
+    heading = f"From {chosen.program.name}, a program for {system}, by `rftmega init`."
+    chosen.output.write_text(as_yaml(found, heading), encoding="utf-8")
+    sys.stdout.write(f"wrote {chosen.output}: {len(found.options)} options\n")
+    if found.left:
+        sys.stdout.write(f"not translated ({len(found.left)}):\n")
+        sys.stdout.write("".join(f"  - {line}\n" for line in found.left))
     return 0
 
 
