@@ -63,7 +63,11 @@ def main(given: list[str] | None = None) -> int:
         "--samples", type=int, metavar="N", help="completions per prompt (trainer.eval_samples)"
     )
     parser.add_argument(
-        "--k", type=_numbers, default=[], metavar="K,K", help="k of pass@k and maj@k; N is always one"
+        "--k",
+        type=_numbers,
+        default=[],
+        metavar="K,K",
+        help="k of pass@k and maj@k; N is always one",
     )
     parser.add_argument("--output", type=Path, metavar="FOLDER", help="for results")
     parser.add_argument("--part", type=int, default=0, help=argparse.SUPPRESS)
@@ -90,16 +94,16 @@ def evaluate(chosen: argparse.Namespace) -> int:
     output = chosen.output or (run / "evaluation" if run else _output_of(candidates[0].label))
     overrides = options.overrides_of(chosen.data, chosen.rewards, chosen.samples, chosen.k)
     config = fetched(
-        options.loaded(
-            source, candidates[0].folder, str(output), [*overrides, *chosen.overrides]
-        )
+        options.loaded(source, candidates[0].folder, str(output), [*overrides, *chosen.overrides])
     )
     if len(candidates) == 1:
         candidates = [candidates[0]._replace(folder=config.model.path)]
     api.check(config, None)
     with api.folders_locked(config), api.quiet_imports():
         results = _results(chosen, config, candidates, output)
-    sys.stdout.write(json.dumps(results, indent=2) + "\n" if chosen.json else _told(results, output))
+    sys.stdout.write(
+        json.dumps(results, indent=2) + "\n" if chosen.json else _told(results, output)
+    )
     return 0
 
 
@@ -110,12 +114,12 @@ def _output_of(label: str) -> Path:
 def _results(chosen: argparse.Namespace, config: Any, candidates: Any, output: Path) -> Any:
     """Evaluates and writes the results. Returns them."""
     from rftmega.monitoring.observers.output_files import writing
-    from rftmega.run.evaluation.evaluate import Task, begin
+    from rftmega.run.evaluation.evaluate import EvaluationTask, begin
     from rftmega.run.evaluation.evaluate import evaluate as evaluated
     from rftmega.run.evaluation.inputs import inputs_of
     from rftmega.run.evaluation.results import page_of
 
-    task = Task.read(config, chosen.by)
+    task = EvaluationTask.read(config, chosen.by)
     begin(output, config, inputs_of(config, candidates, chosen.adapter))
     models = evaluated(task, candidates, chosen.adapter, output, part=chosen.part)
     results = {"model": chosen.model, "adapter": chosen.adapter, "by": chosen.by, "models": models}

@@ -33,8 +33,8 @@ class Answering(NamedTuple):
     accuracy: str = "exact_match"
 
 
-class Asked(NamedTuple):
-    """Asked is a request for completion number `sample` of a prompt of the evaluation set `name`."""
+class EvaluationRequest(NamedTuple):
+    """EvaluationRequest is a request for completion number `sample` of a prompt of the evaluation set `name`."""
 
     name: str
     prompt: Prompt
@@ -129,7 +129,7 @@ class Evaluate(Evaluation):
         engine was told to use, "": the policy.
         """
         requests = [
-            Asked(name, prompt, sample)
+            EvaluationRequest(name, prompt, sample)
             for name, prompts in self.held_out.items()
             for prompt in prompts
             for sample in range(self.answering.samples)
@@ -151,7 +151,7 @@ class Evaluate(Evaluation):
 
 def completed(
     engine: RolloutEngine,
-    requests: Sequence[Asked],
+    requests: Sequence[EvaluationRequest],
     sampling: Sampling,
     reward: Reward,
     *,
@@ -209,8 +209,8 @@ def judged(scores: Sequence[Mapping[str, float]], answering: Answering) -> Metri
     return found
 
 
-class Counted(Protocol):
-    """Counted is the part of a rollout that `counted` reads."""
+class Measured(Protocol):
+    """Measured is the part of a rollout that `counted` reads."""
 
     @property
     def lost(self) -> str: ...
@@ -219,7 +219,7 @@ class Counted(Protocol):
     def measures(self) -> Mapping[str, float]: ...
 
 
-def counted(rollouts: Sequence[Counted]) -> Metrics:
+def counted(rollouts: Sequence[Measured]) -> Metrics:
     """Returns the mean of each measure that the environment reported ("environment_<name>") over
     the rollouts that are not lost, and the share of lost rollouts ("lost") if there are any.
     """

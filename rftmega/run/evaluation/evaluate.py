@@ -19,7 +19,7 @@ from rftmega.data.splits import held_out_of
 from rftmega.data.tokenizer import Tokenizer
 from rftmega.environments import create as environments
 from rftmega.monitoring.observers.assemble import answering_of
-from rftmega.monitoring.observers.evaluate import Asked, Evaluated, completed
+from rftmega.monitoring.observers.evaluate import Evaluated, EvaluationRequest, completed
 from rftmega.monitoring.observers.output_files import writing
 from rftmega.rewards import Reasoning, check_prompts, create
 from rftmega.rewards.vote import canonical
@@ -27,7 +27,7 @@ from rftmega.rollout.pool.engine_pool import EnginePool, ServerPool
 from rftmega.run.evaluation.folder_weights import FolderWeights
 from rftmega.run.evaluation.options import Candidate
 from rftmega.run.evaluation.results import as_json, estimates, grouped, run_metrics
-from rftmega.run.evaluation.store import Key, Store, Stored
+from rftmega.run.evaluation.store import Key, Store, StoredCompletion
 from rftmega.run.placement import engines
 from rftmega.run.placement.phases import DevicePhases
 from rftmega.run.process import joined
@@ -43,8 +43,8 @@ FREE = ("trainer.eval_samples", "trainer.eval_pass_at")
 log = logging.getLogger(__name__)
 
 
-class Task(NamedTuple):
-    """Task is what models are evaluated on: prompts by set, and how they are answered and scored."""
+class EvaluationTask(NamedTuple):
+    """EvaluationTask is what models are evaluated on: prompts by set, and how they are answered and scored."""
 
     config: RunConfig
     tokenizer: Tokenizer
@@ -55,7 +55,7 @@ class Task(NamedTuple):
     groups: Mapping[tuple[str, int], str]  # (set, index of the prompt) -> value of the column
 
     @classmethod
-    def read(cls, config: RunConfig, by: str) -> "Task":
+    def read(cls, config: RunConfig, by: str) -> "EvaluationTask":
         """Reads the data and builds the reward, as a run does; no model is needed. `by`: column of
         the data whose values are groups of prompts; "": no groups.
 
@@ -78,16 +78,16 @@ class Task(NamedTuple):
         }
         return cls(config, tokenizer, environment, reward, reasoning, prompts, groups)
 
-    def requests(self) -> list[Asked]:
+    def requests(self) -> list[EvaluationRequest]:
         """Returns all completions to generate, prompt by prompt."""
         return [
-            Asked(name, prompt, sample)
+            EvaluationRequest(name, prompt, sample)
             for name, own in self.prompts.items()
             for prompt in own
             for sample in range(self.config.trainer.eval_samples)
         ]
 
-    def answer(self, found: Evaluated) -> str | None:
+    def voted(self, found: Evaluated) -> str | None:
         """Returns the answer that a completion votes for in maj@k, None if there is none: that which
         the reward component trainer.eval_accuracy reads, in canonical form.
         """
@@ -116,7 +116,7 @@ def group_of(prompt: Prompt, by: str) -> str:
 class Stage:
     """Stage is an engine with the weights of one model after another."""
 
-    def __init__(self, task: Task, world: World, weights: FolderWeights):
+    def __init__(self, task: EvaluationTask, world: World, weights: FolderWeights):
         """Builds the engine, whose weights come with `push`."""
         config, self.weights = task.config, weights
         set_seed(config.trainer.seed)
@@ -150,7 +150,12 @@ class Stage:
 
 
 def evaluate(
-    task: Task, candidates: Sequence[Candidate], adapter: str, output: Path, *, part: int = 0
+    task: EvaluationTask,
+    candidates: Sequence[Candidate],
+    adapter: str,
+    output: Path,
+    *,
+    part: int = 0,
 ) -> list[dict[str, Any]]:
     """Evaluates models on a task. Returns their results, as evaluation.json has them.
 
@@ -180,7 +185,7 @@ def evaluate(
 
 
 @contextmanager
-def _staged(task: Task, folder: str) -> Iterator[Stage]:
+def _staged(task: EvaluationTask, folder: str) -> Iterator[Stage]:
     with joined(task.config) as (world, _):
         chosen = DTYPES.get(task.config.model.dtype, device.current().train_dtype)
         stage = Stage(task, world, FolderWeights(folder, chosen))
@@ -191,19 +196,25 @@ def _staged(task: Task, folder: str) -> Iterator[Stage]:
 
 
 def _answered(
-    task: Task, stage: Stage, asked: Sequence[Asked], store: Store, candidate: Candidate
-) -> dict[Key, Stored]:
+    task: EvaluationTask,
+    stage: Stage,
+    asked: Sequence[EvaluationRequest],
+    store: Store,
+    candidate: Candidate,
+) -> dict[Key, StoredCompletion]:
     sampling = answering_of(task.config).sampling
     reward: Reward = task.reward
     found = completed(stage.pool, asked, sampling, reward)
-    return store.add([(each, task.answer(each)) for each in found], candidate.step)
+    return store.add([(each, task.voted(each)) for each in found], candidate.step)
 
 
-def _key(asked: Asked) -> Key:
+def _key(asked: EvaluationRequest) -> Key:
     return asked.name, asked.prompt.index, asked.sample
 
 
-def result(task: Task, candidate: Candidate, known: Mapping[Key, Stored]) -> dict[str, Any]:
+def result(
+    task: EvaluationTask, candidate: Candidate, known: Mapping[Key, StoredCompletion]
+) -> dict[str, Any]:
     """Returns the results of one model as a JSON-serializable object. `known`: its completions."""
     answering = answering_of(task.config)
     sets, metrics = {}, dict[str, float]()
@@ -217,7 +228,9 @@ def result(task: Task, candidate: Candidate, known: Mapping[Key, Stored]) -> dic
         sets[name] = {
             "all": as_json(estimates(own, answering)),
             "groups": {
-                group: as_json(estimates(each, answering)) for group, each in groups.items() if group
+                group: as_json(estimates(each, answering))
+                for group, each in groups.items()
+                if group
             },
         }
     said = {"model": candidate.label, "folder": candidate.folder, "step": candidate.step}

@@ -1,6 +1,5 @@
 """Weights of a Hugging Face folder in host memory, as shards that a weight sync sends to engines."""
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +7,7 @@ import torch
 
 from rftmega.backends.decoder.describe import TransformersModel, read_config, tower_of
 from rftmega.backends.decoder.meta_decoder import describe, on_meta, state_buffers
-from rftmega.backends.decoder.parameter_places import plan_of_buffer, places_of, plans_of, read
+from rftmega.backends.decoder.parameter_places import places_of, plan_of_buffer, plans_of, read
 from rftmega.config.options.adapters import EMBEDDING
 from rftmega.converters.adapters import WEIGHT
 from rftmega.core.errors import CheckpointError
@@ -108,5 +107,3 @@ class FolderWeights:
 def _opened(folder: str | Path) -> HFFolder:
     said: dict[str, Any] = read_json_object(Path(folder) / "config.json")
     return open_quantised(folder, said)
-
-

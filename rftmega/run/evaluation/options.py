@@ -62,7 +62,8 @@ def candidates_of(model: str) -> list[Candidate]:
     if (saved := checkpoint_in(folder)) is not None:
         raise ConfigError(
             f"{model} holds a distributed checkpoint ({saved}) and no model in Hugging Face's format. Convert it:\n"
-            f"    rftmega convert to-hf {saved} OUT\nand evaluate OUT. checkpoint.hf=true makes a run export each of its checkpoints."
+            f"    rftmega convert to-hf {saved} OUT\n"
+            "and evaluate OUT. checkpoint.hf=true makes a run export each of its checkpoints."
         )
     if (folder / MANIFEST).is_file():
         raise ConfigError(
@@ -109,9 +110,7 @@ def stored_options(run: Path) -> dict[str, Any]:
 def without_unknown(tree: Any) -> Any:
     """Returns nested options without those whose values are secrets, which were not stored."""
     if isinstance(tree, Mapping):
-        return {
-            name: without_unknown(value) for name, value in tree.items() if value != NOT_STORED
-        }
+        return {name: without_unknown(value) for name, value in tree.items() if value != NOT_STORED}
     return tree
 
 
@@ -181,7 +180,7 @@ def of_run(config: RunConfig, output: str) -> RunConfig:
     kept["reward"] = replace(config.reward, model=0.0, model_path="", cost=0.0, cost_path="")
     kept["faults"] = replace(config.faults, max_restarts=0)
     model = {name: getattr(config.model, name) for name in OF_MODEL}
-    answering = {name: value for name, value in asdict(config.trainer).items() if _answers(name)}
+    answering = {name: value for name, value in asdict(config.trainer).items() if _is_read(name)}
     trainer = TrainerConfig(
         **answering,
         output=output,
@@ -199,5 +198,5 @@ def of_run(config: RunConfig, output: str) -> RunConfig:
     )
 
 
-def _answers(option: str) -> bool:
+def _is_read(option: str) -> bool:
     return option.startswith("eval_") and option != "eval_every"

@@ -10,9 +10,9 @@ from rftmega.algorithms.majority_at_k import Vote, majority_at_k
 from rftmega.algorithms.pass_at_k import pass_at_k
 from rftmega.monitoring.observers.evaluate import Answering, counted, judged, metric_of
 from rftmega.run.evaluation.intervals import Estimate, estimate, share
-from rftmega.run.evaluation.store import Stored
+from rftmega.run.evaluation.store import StoredCompletion
 
-Prompts = Sequence[Sequence[Stored]]  # the completions of each prompt
+Prompts = Sequence[Sequence[StoredCompletion]]  # the completions of each prompt
 WIDTH = 24  # characters of a column of text
 STYLE = "body{font:15px system-ui;margin:2em}td,th{padding:.2em .8em;text-align:right}td:first-child{text-align:left}"
 
@@ -52,15 +52,15 @@ def estimates(prompts: Prompts, answering: Answering) -> dict[str, Estimate]:
     return found
 
 
-def _pass(own: Sequence[Stored], part: str, k: int) -> float:
+def _pass(own: Sequence[StoredCompletion], part: str, k: int) -> float:
     return pass_at_k(len(own), sum(_right(each, part) for each in own), k)
 
 
-def _majority(own: Sequence[Stored], part: str, k: int) -> float:
+def _majority(own: Sequence[StoredCompletion], part: str, k: int) -> float:
     return majority_at_k([Vote(each.answer, _right(each, part)) for each in own], k)
 
 
-def _right(found: Stored, part: str) -> int:
+def _right(found: StoredCompletion, part: str) -> int:
     return int(found.scores.get(part, 0) >= 1)
 
 
@@ -69,10 +69,10 @@ def _mean(values: Sequence[float]) -> float | None:
 
 
 def grouped(
-    prompts: Iterable[Sequence[Stored]], group_of: Callable[[Stored], str]
-) -> dict[str, list[Sequence[Stored]]]:
+    prompts: Iterable[Sequence[StoredCompletion]], group_of: Callable[[StoredCompletion], str]
+) -> dict[str, list[Sequence[StoredCompletion]]]:
     """Returns group -> its prompts, sorted by the groups' names. `group_of`: of a completion."""
-    found: dict[str, list[Sequence[Stored]]] = {}
+    found: dict[str, list[Sequence[StoredCompletion]]] = {}
     for own in prompts:
         found.setdefault(group_of(own[0]), []).append(own)
     return dict(sorted(found.items()))

@@ -13,8 +13,8 @@ from rftmega.monitoring.observers.output_files import writing
 Key = tuple[str, int, int]  # set, index of the prompt, number of the completion
 
 
-class Stored(NamedTuple):
-    """Stored is a scored completion."""
+class StoredCompletion(NamedTuple):
+    """StoredCompletion is a scored completion."""
 
     key: Key
     scores: dict[str, float]  # reward components; empty for a lost rollout
@@ -32,7 +32,7 @@ class Store:
         """`decode`: returns the text of token ids."""
         self.path, self.decode = path, decode
 
-    def read(self) -> dict[Key, Stored]:
+    def read(self) -> dict[Key, StoredCompletion]:
         """Returns the stored completions, and cuts off a last line that was not written whole."""
         if not self.path.is_file():
             return {}
@@ -47,7 +47,7 @@ class Store:
 
     def add(
         self, found: Iterable[tuple[Evaluated, str | None]], step: int | None
-    ) -> dict[Key, Stored]:
+    ) -> dict[Key, StoredCompletion]:
         """Appends completions, each with its answer, and returns them. `step`: of the model."""
         lines = [
             record_of(step or 0, each, self.decode)
@@ -70,6 +70,6 @@ class Store:
         return {each.key: each for each in map(_stored, lines)}
 
 
-def _stored(line: dict[str, Any]) -> Stored:
+def _stored(line: dict[str, Any]) -> StoredCompletion:
     key = (line["set"], line["index"], line["sample"])
-    return Stored(key, line["scores"], line["answer"], line["measures"], line["lost"])
+    return StoredCompletion(key, line["scores"], line["answer"], line["measures"], line["lost"])
