@@ -46,6 +46,7 @@ def test_a_run_without_an_export_says_how_to_convert_its_checkpoint(tmp_path: Pa
     saved = tmp_path / "checkpoints/step_000004"
     saved.mkdir(parents=True)
     (saved / "manifest.json").write_text('{"kind": "training", "step": 4}')
+    (saved / "rank_0.json").write_text("{}")
     (saved.parent / "latest").write_text("step_000004")
     with pytest.raises(ConfigError, match=f"rftmega convert to-hf {saved} OUT"):
         candidates_of(str(tmp_path))
@@ -55,12 +56,14 @@ def test_a_run_without_an_export_says_how_to_convert_its_checkpoint(tmp_path: Pa
 
 
 def test_stored_options_are_those_of_the_run_without_its_secrets(tmp_path: Path) -> None:
-    config = load({"model": {"path": "m"}, "data": {"train": "d"}}, ["reward.judge_key=hidden"])
+    config = load(
+        {"model": {"path": "m"}, "data": {"train": "d"}}, ["reward.remote_url=http://hidden"]
+    )
     (tmp_path / "run.json").write_text(json.dumps(without_secrets(config)))
     stored = stored_options(tmp_path)
     assert "hidden" not in str(stored)
     assert load(stored).rollout == config.rollout
-    assert load(stored).reward.judge_key == RunConfig().reward.judge_key
+    assert load(stored).reward.remote_url == RunConfig().reward.remote_url
     with pytest.raises(ConfigError, match="--config FILE"):
         stored_options(tmp_path / "elsewhere")
 
@@ -100,7 +103,7 @@ def test_an_evaluation_keeps_what_decides_on_completions_and_nothing_else() -> N
             *("trainer.eval_temperature=0.5", "trainer.eval_samples=3", "trainer.eval_every=2"),
             *(
                 "trainer.push_to_hub=a/b",
-                "reward.format=0.5",
+                "reward.exact_match=0.5",
                 "trainer.seed=5",
                 "faults.max_restarts=3",
             ),
