@@ -13,6 +13,7 @@ from rftmega.run.evaluation.options import (
     of_run,
     overrides_of,
     stored_options,
+    without_unknown,
 )
 
 
@@ -62,6 +63,8 @@ def test_stored_options_are_those_of_the_run_without_its_secrets(tmp_path: Path)
     (tmp_path / "run.json").write_text(json.dumps(without_secrets(config)))
     stored = stored_options(tmp_path)
     assert "hidden" not in str(stored)
+    tree = {"headers": {"key": "(not stored)", "kind": "a"}}
+    assert without_unknown(tree) == {"headers": {"kind": "a"}}
     assert load(stored).rollout == config.rollout
     assert load(stored).reward.remote_url == RunConfig().reward.remote_url
     with pytest.raises(ConfigError, match="--config FILE"):
