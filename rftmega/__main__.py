@@ -23,6 +23,7 @@ COMMANDS = {
     "plan-sync": "what a push of the weights must move",
     "convert": "Hugging Face folder <-> Megatron's distributed checkpoint, and checksums",
     "inspect": "what is in a model's folder or checkpoint",
+    "evaluate": "evaluate a model, or the policies of a run: pass@k, maj@k, intervals",
     "view": "a page of a run: curves, and trajectories token by token",
     "export-messages": "a run's trajectories as JSON lines of chat messages",
     "serve": "run vLLM servers on this host for a trainer on another",

@@ -3,6 +3,7 @@ name.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from rftmega.config import RunConfig
@@ -37,32 +38,62 @@ def prompts_of(
     None: all.
     """
     media = MediaOptions.of(config)
-
-    def load(source: str) -> list[Prompt]:
-        places: list[str] = []
-        prompts = load_prompts(
-            source,
-            tokenizer,
-            config.data,
-            max_prompt_tokens=config.rollout.max_prompt_tokens,
-            columns=config.reads_columns,
-            processor=media.processor,
-            max_images=media.max_images,
-            max_videos=media.max_videos,
-            places=places,
-            most=most,
-        )
-        try:
-            check(prompts)
-        except DataError as error:
-            raise DataError(f"{source}: {error}") from error
-        _check_media(config, media, prompts, places, rank, ranks)
-        return prompts
-
+    load = partial(_prompts, config, tokenizer, media, check, rank, ranks, most)
     order = order_of(
         config.data, load, batch_size=config.trainer.prompts_per_step, seed=config.trainer.seed
     )
     return order, {name: load(source) for name, source in config.data.held_out.items()}
+
+
+def held_out_of(
+    config: RunConfig,
+    tokenizer: Tokenizer,
+    *,
+    check: Callable[[Sequence[Prompt]], None],
+    columns: bool = False,
+) -> dict[str, list[Prompt]]:
+    """Returns evaluation set's name -> its prompts, as `prompts_of` does, without the training data.
+    `columns`: prompts keep the columns of their records even if no reward reads them.
+    """
+    media = MediaOptions.of(config)
+    load = partial(_prompts, config, tokenizer, media, check, 0, 1, None, columns=columns)
+    return {name: load(source) for name, source in config.data.held_out.items()}
+
+
+def _prompts(
+    config: RunConfig,
+    tokenizer: Tokenizer,
+    media: MediaOptions,
+    check: Callable[[Sequence[Prompt]], None],
+    rank: int,
+    ranks: int,
+    most: int | None,
+    source: str,
+    *,
+    columns: bool = False,
+) -> list[Prompt]:
+    """Returns the checked prompts of the data source `source`. `media`: the model's inputs other than text;
+    the other arguments as of `prompts_of` and `held_out_of`.
+    """
+    places: list[str] = []
+    prompts = load_prompts(
+        source,
+        tokenizer,
+        config.data,
+        max_prompt_tokens=config.rollout.max_prompt_tokens,
+        columns=columns or config.reads_columns,
+        processor=media.processor,
+        max_images=media.max_images,
+        max_videos=media.max_videos,
+        places=places,
+        most=most,
+    )
+    try:
+        check(prompts)
+    except DataError as error:
+        raise DataError(f"{source}: {error}") from error
+    _check_media(config, media, prompts, places, rank, ranks)
+    return prompts
 
 
 def given_of(

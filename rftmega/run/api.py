@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, TextIO
 
 from rftmega import config as configuration
 from rftmega.config import RunConfig
@@ -278,9 +278,10 @@ def rank(config: RunConfig, functions: bytes) -> int:
     return task_of(config)(config)
 
 
-def prepare() -> None:
+def prepare(*, logs: TextIO | None = None) -> None:
+    """Hides warnings, and shows this package's log messages on `logs`, by default stdout."""
     warnings.filterwarnings("ignore")
-    logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stdout)
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=logs or sys.stdout)
     logging.getLogger("rftmega").setLevel(logging.INFO)
     if os.environ.get("RANK", "0") != "0":  # all processes read the same records, one logs
         logging.getLogger("rftmega.data").setLevel(logging.ERROR)

@@ -33,7 +33,7 @@ def inputs_of(
     """
     rows = rows_of(config, order, held_out, ptx)
     found: dict[str, dict[str, Any]] = {
-        name: dict(_described(source)) for name, source in sources_of(config)
+        name: dict(described(source)) for name, source in sources_of(config)
     }
     for name, count in rows.items():
         found[name] = {"rows": count} | found.get(name, {})
@@ -105,7 +105,7 @@ def _file_of(place: str) -> Path | None:
     return Path(spec.origin) if spec is not None and spec.has_location and spec.origin else None
 
 
-def _described(path: Path) -> dict[str, str]:
+def described(path: Path) -> dict[str, str]:
     files = (
         [file for file in sorted(path.rglob("*")) if file.is_file()] if path.is_dir() else [path]
     )

@@ -31,7 +31,7 @@ def test_help_lists_every_command(
     "name",
     [
         *("train", "demo", "plan", "plan-sync", "convert", "inspect", "view", "launch", "replay"),
-        "schema",
+        *("schema", "evaluate"),
         "export-messages",
     ],
 )

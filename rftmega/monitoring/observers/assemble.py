@@ -65,20 +65,25 @@ def evaluation_of_prompts(
     """
     chosen = config.trainer
     files = EvaluationFiles(f"{chosen.output}/evaluations", text.decode, warn=_warns(config))
-    answering = Answering(
-        chosen.eval_samples,
-        Sampling(chosen.eval_temperature, chosen.eval_top_p, chosen.eval_top_k, chosen.eval_min_p),
-        tuple(chosen.eval_pass_at),
-        chosen.eval_accuracy,
-    )
     return Evaluate(
         held_out,
         reward,
-        answering,
+        answering_of(config),
         every=chosen.eval_every,
         last=chosen.steps,
         adapters=tuple(config.model.lora.evaluated),
         report=files if is_main and chosen.trajectories else None,
+    )
+
+
+def answering_of(config: RunConfig) -> Answering:
+    """Returns the settings of an evaluation in the options trainer.eval_*."""
+    chosen = config.trainer
+    return Answering(
+        chosen.eval_samples,
+        Sampling(chosen.eval_temperature, chosen.eval_top_p, chosen.eval_top_k, chosen.eval_min_p),
+        tuple(chosen.eval_pass_at),
+        chosen.eval_accuracy,
     )
 
 

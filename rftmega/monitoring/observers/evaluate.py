@@ -6,13 +6,13 @@ import random
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy
 import torch
 
 from rftmega.algorithms.pass_at_k import pass_at_k
-from rftmega.core.interfaces import Reward
+from rftmega.core.interfaces import Reward, RolloutEngine
 from rftmega.core.sampling_seeds import evaluation_seed
 from rftmega.core.types import Metrics, Prompt, Rollout, Sampling
 from rftmega.monitoring.observers.observer import Observer
@@ -31,6 +31,14 @@ class Answering(NamedTuple):
     pass_at: tuple[int, ...] = ()  # each k at most `samples`
     # the reward component that is 1 or more for a correct completion
     accuracy: str = "exact_match"
+
+
+class EvaluationRequest(NamedTuple):
+    """EvaluationRequest is a request for completion number `sample` of a prompt of the evaluation set `name`."""
+
+    name: str
+    prompt: Prompt
+    sample: int
 
 
 class Evaluated(NamedTuple):
@@ -121,28 +129,14 @@ class Evaluate(Evaluation):
         engine was told to use, "": the policy.
         """
         requests = [
-            (name, prompt, sample)
+            EvaluationRequest(name, prompt, sample)
             for name, prompts in self.held_out.items()
             for prompt in prompts
             for sample in range(self.answering.samples)
         ]
-        asked = [prompt for _, prompt, _ in requests]
-        seeds = [evaluation_seed(prompt.index, sample) for _, prompt, sample in requests]
-        with undisturbed():
-            answered = trainer.engine.generate(
-                asked,
-                seeds=seeds,
-                sampling=self.answering.sampling,
-                reward=self.reward,
-            )
-            rollouts = complete(answered)
-            scores = scores_of(asked, rollouts, self.reward)
-        return [
-            Evaluated(name, adapter, sample, prompt, rollout, score)
-            for (name, prompt, sample), rollout, score in zip(
-                requests, rollouts, scores, strict=True
-            )
-        ]
+        return completed(
+            trainer.engine, requests, self.answering.sampling, self.reward, adapter=adapter
+        )
 
     def _measured(self, found: Sequence[Evaluated]) -> Metrics:
         """Returns the metrics of each set and adapter in `found`, with both in their names."""
@@ -153,6 +147,30 @@ class Evaluate(Evaluation):
             known = "_".join(filter(None, (adapter, name)))
             metrics |= {metric_of(known, part): value for part, value in parts.items()}
         return metrics
+
+
+def completed(
+    engine: RolloutEngine,
+    requests: Sequence[EvaluationRequest],
+    sampling: Sampling,
+    reward: Reward,
+    *,
+    adapter: str = "",
+) -> list[Evaluated]:
+    """Generates and scores the completions of `requests`, each with the seed of its prompt's index
+    and its sample number. Returns them in order. `adapter`: name of the adapter that `engine` was
+    told to use, "": the policy.
+    """
+    asked = [each.prompt for each in requests]
+    seeds = [evaluation_seed(each.prompt.index, each.sample) for each in requests]
+    with undisturbed():
+        answered = engine.generate(asked, seeds=seeds, sampling=sampling, reward=reward)
+        rollouts = complete(answered)
+        scores = scores_of(asked, rollouts, reward)
+    return [
+        Evaluated(each.name, adapter, each.sample, each.prompt, rollout, score)
+        for each, rollout, score in zip(requests, rollouts, scores, strict=True)
+    ]
 
 
 def grouped(found: Sequence[Evaluated]) -> dict[tuple[str, str], list[Evaluated]]:
@@ -191,7 +209,17 @@ def judged(scores: Sequence[Mapping[str, float]], answering: Answering) -> Metri
     return found
 
 
-def counted(rollouts: Sequence[Rollout]) -> Metrics:
+class Measured(Protocol):
+    """Measured is the part of a rollout that `counted` reads."""
+
+    @property
+    def lost(self) -> str: ...
+
+    @property
+    def measures(self) -> Mapping[str, float]: ...
+
+
+def counted(rollouts: Sequence[Measured]) -> Metrics:
     """Returns the mean of each measure that the environment reported ("environment_<name>") over
     the rollouts that are not lost, and the share of lost rollouts ("lost") if there are any.
     """

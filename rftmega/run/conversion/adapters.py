@@ -77,7 +77,7 @@ def merge(
             f"{adapter} has an adapter for {found!r}, which is the output head of {source} as well: PEFT adds it to the "
             "embedding alone, and a merged folder can't. Untie the folder first."
         )
-    _compare_copies(files, pairs)
+    compare_copies(files, pairs)
     job = {"source": fingerprint(files), "adapter": fingerprint(pairs.files)}
     write = partial(_merged_file, files=files, pairs=pairs)
     done, changed = write_folder(source, target, files, job, write, progress)
@@ -89,7 +89,7 @@ def _opened(folder: Path) -> HFFolder:
     return open_quantised(folder, read_json_object(folder / "config.json"))
 
 
-def _compare_copies(files: HFFolder, pairs: PEFTFolder) -> None:
+def compare_copies(files: HFFolder, pairs: PEFTFolder) -> None:
     """Raises CheckpointError if the PEFT folder `pairs` has a copy of a frozen weight that differs
     from the weight in the base model `files`.
     """
