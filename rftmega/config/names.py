@@ -147,15 +147,14 @@ def _of_value(found: Sequence[Named], value: Any) -> list[Named]:
 
 
 def row_of(system: str, name: str, value: Any) -> Named | None:
-    """Returns the row of an option of one framework: the one about `value`, or that for all values,
-    or that of the section around it; None if there is none.
+    """Returns the row of an option of one framework: the one about `value`, that for all values, one
+    about another value, or that of the section around it; None if there is none.
     """
     found = [row for row in rows() if row.system == system and row.name == _bare(name)]
     about = [row for row in found if row.value and row.value == spelt(value)]
     general = [row for row in found if not row.value]
-    other = found[:1] if value is None else []
-    around = [row for row in _around(_bare(name), ()) if row.system == system and not found]
-    return next(iter([*about, *general, *other, *around]), None)
+    around = [row for row in _around(_bare(name), ()) if row.system == system]
+    return next(iter([*about, *general, *found, *around]), None)
 
 
 def spelt(value: Any) -> str:

@@ -37,7 +37,7 @@ def translated(system: str, source: Source, processes: int = 0) -> Translated:
 
     What `configuration.load` does not accept is not translated.
     """
-    given = {_bare(name): value for name, value in source.options.items()}
+    given = {_bare(name): value for name, value in source.options.items() if value is not None}
     computed = COMPUTED[system](given, processes)
     found, left = _found(system, given, computed)
     left += [
@@ -66,23 +66,35 @@ def _found(
     """
     found: dict[str, tuple[Any, str, bool]] = {}
     left = []
-    for name, value in [*_defaults(system, given), *given.items()]:
-        is_given, row = name in given, row_of(system, name, value)
+    read = [(name, value, row_of(system, name, value)) for name, value in given.items()]
+    read.sort(key=lambda each: -len(_pairs(each[2], each[1])))  # the one for both bounds first
+    defaults = [(name, own, row_of(system, name, own)) for name, own in _defaults(system, given)]
+    for name, value, row in [*defaults, *read]:
+        is_given, pairs = name in given, _pairs(row, value)
         said = f"{name}={_told(name, value)}" + ("" if is_given else " (the default there)")
-        pairs = _pairs(row, value)
         for option, own in pairs:
             found[option] = own, said, is_given
         if not pairs and not (row and _options_of(row) & computed.keys()):
-            left.append(f"{said}: {row.here}" if row else f"{said}: no row of the tables has it")
+            left.append(f"{said}: {_reason(row, value)}")
     found |= {option: (value, option, True) for option, value in computed.items()}
     return found, left
+
+
+def _reason(row: Named | None, value: Any) -> str:
+    """Returns what the tables say to an option that is not translated."""
+    if row is None:
+        return "no row of the tables has it"
+    other = row.value and row.value != spelt(value)
+    return f"the tables have {row.value} only ({row.here})" if other else row.here
 
 
 def _pairs(row: Named | None, value: Any) -> list[tuple[str, Any]]:
     """Returns our options and their values for an option of another framework with this value; an
     empty list if it cannot be translated.
     """
-    if row is None or (not row.value and any(own for _, own in row.options) and value is not True):
+    if row is None or (row.value and row.value != spelt(value)):
+        return []
+    if not row.value and any(own for _, own in row.options) and value is not True:
         return []
     pairs = []
     for option, own in row.options:
@@ -168,7 +180,11 @@ def _of_trl(given: Options, processes: int) -> dict[str, Any]:
             found[option] = _number(given, name, 0) / steps
     if _number(given, "warmup_steps", 0) >= 1:
         found["optimizer.warmup_steps"] = _number(given, "warmup_steps", 0)
-    return _whole(found)
+    largest = _number(given, "epsilon_high", 0)
+    if given.get("loss_type") != "cispo" or not largest:
+        return _whole(found)
+    loss = {"type": "cispo", "low": 1.0, "high": largest - 1}  # no lower bound; the ratio's own cap
+    return _whole(found) | {f"algorithm.policy_loss.{name}": own for name, own in loss.items()}
 
 
 RUNNING = {  # options of TRL in optimizer steps -> ours in rollouts

@@ -194,6 +194,31 @@ def test_every_value_that_the_tables_give_an_option_loads() -> None:
         configuration.load({"model.path": "a/b", **read})
 
 
+def test_one_bound_comes_before_the_option_for_both_in_any_order() -> None:
+    for given in ({"epsilon_high": 0.3, "epsilon": 0.1}, {"epsilon": 0.1, "epsilon_high": 0.3}):
+        found = translated("TRL", Source(given, {})).options
+        bounds = found["algorithm.policy_loss.low"], found["algorithm.policy_loss.high"]
+        assert bounds == (0.1, 0.3)
+
+
+def test_cispo_of_trl_caps_the_ratio_itself() -> None:
+    given = {"loss_type": "cispo", "epsilon_high": 5.0, "epsilon": 0.1}
+    found = translated("TRL", Source(given, {})).options
+    assert found["algorithm.policy_loss.type"] == "cispo"
+    assert found["algorithm.policy_loss.high"] == 4.0
+    assert found["algorithm.policy_loss.low"] == 1.0
+
+
+def test_a_value_without_a_row_is_listed_and_none_is_the_default() -> None:
+    found = translated("TRL", Source({"bf16": False, "delta": None, "beta": None}, {}))
+    assert "the tables have true only" in left_of(found, "bf16")
+    assert (
+        not {"model.dtype", "algorithm.kl.coef", "algorithm.policy_loss.dual"}
+        & found.options.keys()
+    )
+    assert not [line for line in found.left if line.startswith(("delta", "beta"))]
+
+
 def test_an_option_that_does_not_load_is_listed_with_the_reason() -> None:
     given = {"num_generations": "many", "temperature": 0.7, "vllm_importance_sampling_cap": 3}
     found = translated("TRL", Source({"model": "a/b", **given}, {}))
