@@ -2,11 +2,11 @@
 template, sampling, seeds, rewards and environment. Prints pass@1, avg@n, pass@k and maj@k with 95 %
 confidence intervals.
 
-    evaluate.py runs/demo                                     # the run's policies, with its options
-    evaluate.py runs/demo --data hard=hard.jsonl --samples 16 --k 1,4,16 trainer.eval_temperature=1
-    evaluate.py Qwen/Qwen3-0.6B --data test.jsonl --rewards math --by level
-    evaluate.py MODEL --adapter runs/demo/policy_adapter --config run.yaml
-    evaluate.py MODEL --config run.yaml --rewards my_rewards.py:correct rollout.engine=transformers
+    rftmega evaluate runs/demo                                     # the run's policies, with its options
+    rftmega evaluate runs/demo --data hard=hard.jsonl --samples 16 --k 1,4,16 trainer.eval_temperature=1
+    rftmega evaluate Qwen/Qwen3-0.6B --data test.jsonl --rewards math --by level
+    rftmega evaluate MODEL --adapter runs/demo/policy_adapter --config run.yaml
+    rftmega evaluate MODEL --config run.yaml --rewards my_rewards.py:correct rollout.engine=transformers
 
 Every option of a run may follow as option=value (train_rl.py --help lists them); those that only
 training reads have no effect. Sampling is trainer.eval_temperature (0: greedy), eval_top_p,

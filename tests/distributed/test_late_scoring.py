@@ -16,6 +16,7 @@ from rftmega.config import AlgorithmConfig, KLConfig, OptimizerConfig, ParallelC
 from rftmega.config.options.algorithms import GSPO, TokenImportance
 from rftmega.core.errors import GapExceeded
 from rftmega.core.types import Completion, Prompt, Rollout
+from rftmega.monitoring.observers.observer import Observer
 from rftmega.trainer.experience import ExperienceMaker
 from rftmega.trainer.learner import Learner
 from rftmega.trainer.ppo import PPOTrainer, StepParts, StepSampling
@@ -105,7 +106,7 @@ def body(world: Any, folder: Path, parallel: ParallelConfig, late: bool, refuses
     trainer.callbacks = [
         type(
             "Keeps",
-            (),
+            (Observer,),
             {"on_experience": lambda self, t, s, experience: experiences.append(experience)},
         )()
     ]

@@ -60,9 +60,9 @@ def refuse_places(prompt: Any) -> None:
             continue
         content = message.get("content")
         for part in content if isinstance(content, list) else ():
-            if isinstance(part, dict) and part.get("type") in KINDS:
+            if (kind := _kind(part)) in KINDS:
                 raise DataError(
-                    f"a message has a part of the type {part['type']!r}, and responses and preferences are text alone so far. "
+                    f"a message has a part of the type {kind!r}, and responses and preferences are text alone so far. "
                     "Leave the record out."
                 )
 
@@ -84,7 +84,7 @@ def _place(part: Any, found: dict[str, list[Any]]) -> Any:
     where `option` is the config option that names the column ("images_key" etc.). Returns other
     parts unchanged.
     """
-    kind = part.get("type") if isinstance(part, dict) else None
+    kind = _kind(part)
     if kind not in KINDS:
         return part
     option = KINDS[kind]
@@ -94,6 +94,12 @@ def _place(part: Any, found: dict[str, list[Any]]) -> Any:
         return place
     found.setdefault(option, []).append(held)
     return place
+
+
+def _kind(part: Any) -> str:
+    """Returns the type of a part, "" for one without a type that is a text."""
+    kind = part.get("type") if isinstance(part, dict) else None
+    return kind if isinstance(kind, str) else ""
 
 
 def _held(part: dict[str, Any], kind: str, noun: str) -> Any:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from pyarrow import parquet
 
@@ -153,6 +153,7 @@ def real(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 
 @settings(max_examples=300, deadline=None)
+@example(messages=[{"content": [{"type": []}]}])
 @given(
     messages=st.one_of(things, st.lists(st.dictionaries(fields, things, max_size=4), max_size=3))
 )

@@ -31,6 +31,7 @@ def test_the_update_scores_only_answers_of_the_present_policy(version: int, firs
     trainer: Any = object.__new__(PPOTrainer)
     vars(trainer).update(
         late_scoring=True,
+        callbacks=[],
         step=0,
         maker=Maker(),
         host=OneProcess(),
