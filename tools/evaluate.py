@@ -84,6 +84,7 @@ def evaluate(chosen: argparse.Namespace) -> int:
     api.prepare(logs=sys.stderr)
     from rftmega.run.evaluation import options
 
+    options.refuse_processes()
     candidates = options.candidates_of(chosen.model)
     run = Path(chosen.model) if options.is_run(chosen.model) else None
     if chosen.adapter and len(candidates) > 1:

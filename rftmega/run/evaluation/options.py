@@ -17,6 +17,7 @@ from rftmega.core.json_files import read_json_object
 from rftmega.monitoring.history import read_history
 from rftmega.monitoring.observers.run_reports import CONFIG
 from rftmega.run.conversion.run_checkpoint import checkpoint_in
+from rftmega.runtime.parallel.process_group import launched_size
 
 HF = "config.json"  # of a Hugging Face folder; a run's own has another name
 # sections and options that a run's and its evaluation's completions depend on
@@ -36,6 +37,17 @@ class Candidate(NamedTuple):
     label: str  # in the results, such as "policy" or "step_000100"
     folder: str  # Hugging Face folder, or a model of the Hub
     step: int | None  # of the run that trained it; None: unknown
+
+
+def refuse_processes() -> None:
+    """Raises ConfigError if a launcher started several processes: each would evaluate everything, and
+    append to the same files.
+    """
+    if (processes := launched_size()) > 1:
+        raise ConfigError(
+            f"rftmega evaluate runs in one process, and {processes} were launched. Start it without a launcher; to use several "
+            "devices, start servers (rftmega serve) and set strategy=separate."
+        )
 
 
 def is_run(model: str) -> bool:

@@ -12,6 +12,7 @@ from rftmega.run.evaluation.options import (
     loaded,
     of_run,
     overrides_of,
+    refuse_processes,
     stored_options,
     without_unknown,
 )
@@ -130,3 +131,13 @@ def test_an_unknown_option_has_a_hint_and_data_must_be_given() -> None:
         loaded({}, "m", "out", ["trainer.eval_temprature=1"])
     with pytest.raises(ConfigError, match="--data FILE"):
         loaded({}, "m", "out", [])
+
+
+def test_several_processes_are_refused_since_each_would_evaluate_everything(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    refuse_processes()
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(ConfigError, match="one process, and 4 were launched"):
+        refuse_processes()
