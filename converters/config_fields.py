@@ -39,6 +39,7 @@ class Fields:
     # fields of the above that may be null, which differs from absent
     nullable: tuple[str, ...] = ()
     not_null: tuple[str, ...] = ()  # without a default, but null is refused
+    without: tuple[str, ...] = ()  # those of REQUIRED that the architecture does not have
     rope_theta: float = 10000.0
 
     def completed(self, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -46,7 +47,8 @@ class Fields:
 
         Raises CheckpointError with a list of fields that are missing, null or of the wrong type.
         """
-        required = (*REQUIRED, *self.required)
+        usual = (name for name in REQUIRED if name not in self.without)
+        required = (*usual, *self.required)
         defaults = {**DEFAULTS, **(self.defaults or {})}
         reasons = [f"{name} is missing" for name in required if name not in given]
         for name, value in given.items():
@@ -119,10 +121,11 @@ def _kinds() -> dict[str, Kind]:
     named = {
         size: "hidden_size intermediate_size vocab_size max_position_embeddings original_max_position_embeddings head_dim "
         "moe_intermediate_size shared_expert_intermediate_size q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_dim "
-        "v_head_dim rotary_dim",
+        "v_head_dim rotary_dim linear_key_head_dim linear_value_head_dim linear_conv_kernel_dim",
         window: "sliding_window eod_token_id",
         number_of: "num_hidden_layers num_attention_heads num_key_value_heads num_experts num_local_experts num_experts_per_tok "
-        "n_routed_experts n_group topk_group decoder_sparse_step no_rope_layer_interval",
+        "n_routed_experts n_group topk_group decoder_sparse_step no_rope_layer_interval linear_num_key_heads "
+        "linear_num_value_heads full_attention_interval",
         count: "first_k_dense_replace n_shared_experts num_nextn_predict_layers max_window_layers",
         number: "rms_norm_eps initializer_range routed_scaling_factor rope_theta attention_dropout router_jitter_noise "
         "residual_dropout resid_pdrop embd_pdrop embedding_multiplier residual_multiplier attention_multiplier",

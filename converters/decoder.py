@@ -5,7 +5,16 @@ and heads.
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from rftmega.converters.rules import QKV, Column, HFTensor, Replicated, Row, Rule, Vocabulary
+from rftmega.converters.rules import (
+    QKV,
+    Column,
+    GatedQKV,
+    HFTensor,
+    Replicated,
+    Row,
+    Rule,
+    Vocabulary,
+)
 from rftmega.core.errors import CheckpointError
 
 Config = Mapping[str, Any]  # config.json
@@ -105,18 +114,21 @@ def grouped_attention(
     rotated_qk_norm: bool = False,
     full_width_qk_norm: bool = False,
     fused: bool = False,
+    output_gate: bool = False,
 ) -> list[Rule]:
     """Returns the conversion rules of grouped-query attention.
 
     `qkv_bias`: q, k and v have biases. `qk_norm`: q and k are normalised in each head;
     `rotated_qk_norm`: after rotary embeddings; `full_width_qk_norm`: over all heads together.
-    `fused`: the folder stores q, k and v in one tensor.
+    `fused`: the folder stores q, k and v in one tensor. `output_gate`: a gate of each head's output
+    is computed with its query.
     """
     hidden, heads = config["hidden_size"], config["num_attention_heads"]
     groups = config.get("num_key_value_heads") or heads
     width = config.get("head_dim") or hidden // heads
 
-    rows = {"q": heads * width, "k": groups * width, "v": groups * width}
+    queries = heads * width * (2 if output_gate else 1)
+    rows = {"q": queries, "k": groups * width, "v": groups * width}
     parts = tuple(rows.values()) if fused else ()
 
     def q_k_v(kind: str, *inputs: int) -> tuple[HFTensor, ...]:
@@ -144,10 +156,14 @@ def grouped_attention(
         )
         for name in (("query", "key") if rotated_qk_norm else ())
     ]
+    name = (ATTENTION + "linear_qkv.weight",)
+    weight = (
+        GatedQKV(name, q_k_v("weight", hidden), groups=groups, heads=heads)
+        if output_gate
+        else QKV(name, q_k_v("weight", hidden), groups=groups, fused=parts)
+    )
     return [
-        QKV(
-            (ATTENTION + "linear_qkv.weight",), q_k_v("weight", hidden), groups=groups, fused=parts
-        ),
+        weight,
         *bias,
         *norms,
         Row(

@@ -61,13 +61,14 @@ class Rule:
     optional: bool = field(default=False, kw_only=True)
     # layers that it applies to; None: all
     layers: frozenset[int] | None = field(default=None, kw_only=True)
-    # rows of the parts that one HF tensor concatenates; empty: one tensor per part
+    # rows of the parts that the first HF tensor concatenates; each further tensor is one part, and
+    # so is the first if this is empty
     fused: tuple[int, ...] = field(default=(), kw_only=True)
 
     axis = 0
 
     def __post_init__(self) -> None:
-        assert not self.fused or (len(self.hf) == 1 and sum(self.fused) == self.hf[0].shape[0])
+        assert not self.fused or sum(self.fused) == self.hf[0].shape[0]
 
     @property
     def per_layer(self) -> bool:
@@ -98,7 +99,8 @@ class Rule:
         """Returns the length, along the sharded axis, of each part: an HF tensor, or a component of
         a fused one.
         """
-        return self.fused or tuple(tensor.shape[self.axis] for tensor in self.hf)
+        alone = self.hf[1:] if self.fused else self.hf
+        return self.fused + tuple(tensor.shape[self.axis] for tensor in alone)
 
     def segments(self, rank: int, ranks: int) -> list[Segment]:
         """Returns the ranges of HF tensors that form, concatenated, the Megatron tensor of rank
@@ -121,6 +123,8 @@ class Rule:
         part, start, stop = segment
         if not self.fused or part < 0:
             return segment
+        if (further := part - len(self.fused)) >= 0:
+            return Segment(1 + further, start, stop)
         before = sum(self.fused[:part])
         return Segment(0, before + start, before + stop)
 
@@ -150,7 +154,7 @@ class Column(Rule):
     def _block(self, part: int, rank: int, ranks: int) -> Segment:
         size = self.sizes[part]
         if size % ranks:
-            held = self.hf[0 if self.fused else part]
+            held = self.hf[self.stored(Segment(part, 0, 0)).part]
             raise WeightMismatch(
                 f"{held.name} {held.shape} can't be split along axis {self.axis} over {ranks} ranks."
             )
@@ -203,18 +207,45 @@ class QKV(Rule):
     groups: int = field(kw_only=True)
 
     def cut(self, rank: int, ranks: int) -> list[Segment]:
-        steps = [size // self.groups for size in self.sizes]
-        whole = [
-            Segment(part, g * step, (g + 1) * step)
-            for g in range(self.groups)
-            for part, step in enumerate(steps)
-        ]
         total = sum(self.sizes)
         if total % ranks:
             raise WeightMismatch(
                 f"{self.hf[0].name} and its siblings have {total} rows, which {ranks} ranks can't share equally."
             )
-        return list(_clip(whole, rank * total // ranks, (rank + 1) * total // ranks))
+        return list(_clip(self._whole(), rank * total // ranks, (rank + 1) * total // ranks))
+
+    def _whole(self) -> list[Segment]:
+        """Returns the segments of the tensor of a single rank."""
+        steps = [size // self.groups for size in self.sizes]
+        return [
+            Segment(part, g * step, (g + 1) * step)
+            for g in range(self.groups)
+            for part, step in enumerate(steps)
+        ]
+
+
+@dataclass(frozen=True)
+class GatedQKV(QKV):
+    """GatedQKV is the rule of a QKV projection that also computes a gate of each head's output;
+    Hugging Face's query tensor has the rows of a head's query, then those of its gate, and
+    Megatron's query group those of all its queries, then of all its gates.
+
+    `heads`: number of attention heads.
+    """
+
+    heads: int = field(kw_only=True)
+
+    def _whole(self) -> list[Segment]:
+        queries, step = self.sizes[0], self.sizes[1] // self.groups
+        width = queries // self.heads // 2
+        several = self.heads // self.groups
+        found = []
+        for group in range(self.groups):
+            starts = [2 * width * head for head in range(group * several, (group + 1) * several)]
+            found += [Segment(0, start, start + width) for start in starts]
+            found += [Segment(0, start + width, start + 2 * width) for start in starts]
+            found += [Segment(part, group * step, (group + 1) * step) for part in (1, 2)]
+        return found
 
 
 def instances(

@@ -24,7 +24,12 @@ from rftmega.config import ParallelConfig
 from rftmega.converters import padded_vocabulary
 from rftmega.model_providers import spec
 from rftmega.model_providers.audio_language import AudioEncoder, AudioLanguageModel
-from rftmega.model_providers.description import Experts, LatentAttention, ModelDescription
+from rftmega.model_providers.description import (
+    DeltaNet,
+    Experts,
+    LatentAttention,
+    ModelDescription,
+)
 from rftmega.model_providers.installed import fused_kernels, installed, uses_transformer_engine
 from rftmega.model_providers.rope import Rope
 from rftmega.model_providers.tower import AudioTower
@@ -65,6 +70,7 @@ def transformer_config(
         **_activation(model),
         add_bias_linear=model.biased,
         add_qkv_bias=model.qkv_bias,
+        attention_output_gate=model.output_gate,
         rotary_interleaved=model.rotated_pairs,
         softmax_type="learnable" if model.sinks else "vanilla",
         init_method_std=model.init_std,
@@ -95,6 +101,7 @@ def transformer_config(
         **(_latent(model.latent, model.rope) if model.latent else {}),
         **(_windows(model, model.window) if model.window else {}),
         **(_unrotated(model) if model.unrotated else {}),
+        **(_delta_net(model, model.delta_net) if model.delta_net else {}),
         softmax_scale=model.scales.attention,
         **fused_kernels(installed(), model, parallel, dtype),
     )
@@ -165,6 +172,17 @@ def _windows(model: ModelDescription, window: int) -> dict[str, Any]:
 
 def _unrotated(model: ModelDescription) -> dict[str, Any]:
     return {"no_rope_freq": [int(layer in model.unrotated) for layer in range(model.layers)]}
+
+
+def _delta_net(model: ModelDescription, net: DeltaNet) -> dict[str, Any]:
+    return {
+        "linear_attention_freq": [int(layer in net.layers) for layer in range(model.layers)],
+        "linear_conv_kernel_dim": net.convolved,
+        "linear_key_head_dim": net.key_dim,
+        "linear_value_head_dim": net.value_dim,
+        "linear_num_key_heads": net.key_heads,
+        "linear_num_value_heads": net.value_heads,
+    }
 
 
 def _latent(latent: LatentAttention, rope: Rope) -> dict[str, Any]:
@@ -256,6 +274,10 @@ def build_chunk(
         build: Any = AudioEncoder if hears else build_tower
         tower = build(model, config.params_dtype) if pre_process else None
         more = {"tower": tower, "frozen": freeze_vision}
+    if model.delta_net:
+        spec.attend_linearly(layers_spec, config, chunk, model.delta_net.layers)
+    if model.output_gate:
+        spec.gate_attention(layers_spec)
     if adapters:
         spec.allow_adapters(layers_spec)
     if model.post_norm:
@@ -309,7 +331,7 @@ def build_chunk(
         built.rotary_pos_emb = RotaryByLayer(built.rotary_pos_emb, rope.local_base)
     if rope.sections:
         built.rotary_pos_emb = MultimodalRotary(
-            model.head_dim,
+            int(model.head_dim * rope.fraction),
             rope.base,
             rope.sections,
             interleaved=rope.interleaved,

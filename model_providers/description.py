@@ -65,6 +65,37 @@ class LatentAttention:
 
 
 @dataclass(frozen=True)
+class DeltaNet:
+    """DeltaNet describes gated delta nets (arXiv:2412.06464), the linear attention of some layers;
+    the other layers have attention.
+    """
+
+    layers: frozenset[int]
+    key_heads: int  # of queries and keys
+    value_heads: int  # a multiple of the key heads
+    key_dim: int  # per head
+    value_dim: int
+    convolved: int  # tokens that the convolution of queries, keys and values covers
+
+    @property
+    def key_width(self) -> int:
+        """Returns the size of all heads' queries, or keys, of one token."""
+        return self.key_heads * self.key_dim
+
+    @property
+    def value_width(self) -> int:
+        """Returns the size of all heads' values of one token."""
+        return self.value_heads * self.value_dim
+
+    @property
+    def projected(self) -> int:
+        """Returns the rows of the input projection: queries, keys, values, their gates, and two
+        numbers for each value head.
+        """
+        return 2 * (self.key_width + self.value_width + self.value_heads)
+
+
+@dataclass(frozen=True)
 class Scales:
     """Scales holds constant factors, as in Granite (arXiv:2405.04324)."""
 
@@ -112,6 +143,7 @@ class ModelDescription:
     # output projections, experts and routers have a bias, besides q, k and v
     biased: bool = False
     sinks: bool = False  # each head has a learned term of the softmax's denominator
+    output_gate: bool = False  # attention's output is multiplied by the sigmoid of a gate
     full_width_qk_norm: bool = False  # q and k norms span all heads, instead of each
     rotated_qk_norm: bool = False  # q and k norms follow rotary embeddings, instead of preceding
     pre_norm: bool = True  # norms precede attention and MLP
@@ -123,6 +155,7 @@ class ModelDescription:
     rotated_pairs: bool = False  # rotary embeddings rotate neighbouring elements, not halves
     scales: Scales = Scales()
     latent: LatentAttention | None = None
+    delta_net: DeltaNet | None = None
     experts: Experts | None = None
     tower: VisionTower | AudioTower | None = None  # on the first pipeline stage
     padding: int | None = None  # the token whose embedding row is not trained
@@ -132,7 +165,7 @@ class ModelDescription:
         """Returns the number of parameters of the whole model; tied embeddings count once."""
         normed = self.heads + self.groups if self.full_width_qk_norm else 2
         of_heads = normed * self.head_dim if self.qk_norm and not self.latent else 0
-        norms = 2 * (self.pre_norm + self.post_norm) * self.hidden + of_heads
+        norms = 2 * (self.pre_norm + self.post_norm) * self.hidden
         sparse = len(self.experts.layers) if self.experts else 0
         mlps = (self.layers - sparse) * self.mlp_matrices * self.hidden * self.ffn
         if experts := self.experts:
@@ -143,7 +176,17 @@ class ModelDescription:
                 mlps += sparse * experts.number * (2 * experts.ffn + self.hidden + 1)
         outside = self.hidden + self.vocabulary * self.hidden * (1 if self.tied else 2)
         tower = self.tower.parameters if self.tower else 0
-        return self.layers * (self._attention_parameters + norms) + mlps + outside + tower
+        attention = self.attention_layers * (self._attention_parameters + of_heads)
+        if net := self.delta_net:
+            convolution = net.convolved * (2 * net.key_width + net.value_width)
+            linear = self.hidden * (net.projected + net.value_width) + convolution
+            attention += len(net.layers) * (linear + 2 * net.value_heads + net.value_dim)
+        return self.layers * norms + attention + mlps + outside + tower
+
+    @property
+    def attention_layers(self) -> int:
+        """Returns the number of layers with attention, instead of a gated delta net."""
+        return self.layers - (len(self.delta_net.layers) if self.delta_net else 0)
 
     @property
     def mlp_matrices(self) -> int:
@@ -162,7 +205,9 @@ class ModelDescription:
         biases = self.head_dim * (self.heads + 2 * self.groups) if self.qkv_bias else 0
         biases += self.hidden if self.biased else 0
         sinks = self.heads if self.sinks else 0
-        return self.hidden * self.head_dim * (2 * self.heads + 2 * self.groups) + biases + sinks
+        gates = self.heads if self.output_gate else 0
+        rows = 2 * self.heads + 2 * self.groups + gates
+        return self.hidden * self.head_dim * rows + biases + sinks
 
 
 FAMILIES = tuple(
@@ -174,9 +219,6 @@ LIGHTNING_INDEX = "sparse attention with an indexer"
 MAMBA = "Mamba layers for packed rows"
 # architectures that are often asked for -> what this Megatron lacks for them
 MISSING = {
-    **dict.fromkeys(
-        ("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"), LINEAR
-    ),
     **dict.fromkeys(("olmo_hybrid", "kimi_linear"), LINEAR),
     **dict.fromkeys(("deepseek_v32", "glm_moe_dsa"), LIGHTNING_INDEX),
     **dict.fromkeys(("nemotron_h", "falcon_h1", "bamba", "granitemoehybrid", "jamba"), MAMBA),
@@ -226,6 +268,7 @@ def decoder(
     two_ropes: bool = False,
     biased: bool = False,
     packed: bool = False,
+    rope_ignores: tuple[str, ...] = (),
 ) -> ModelDescription:
     """Returns the description of a Llama-like decoder; functions of other architectures call this
     one and change the result with dataclasses.replace.
@@ -234,7 +277,8 @@ def decoder(
     None to read it from `config`. `partial_rope`: RoPE may cover only a part of each head.
     `activation`: the only supported value of the field `activation_field`. `two_ropes`: layers with
     a sliding window have other rotary embeddings. `biased`: o_proj has the bias of q, k and v.
-    `packed`: experts' weights may be packed in MXFP4. Raises CheckpointError for inconsistent head
+    `packed`: experts' weights may be packed in MXFP4. `rope_ignores`: rope settings without effect
+    in this architecture. Raises CheckpointError for inconsistent head
     sizes.
     """
     config.only(activation_field, activation, why="this family is trained with it")
@@ -252,7 +296,11 @@ def decoder(
         raise CheckpointError(
             f"num_attention_heads={heads} is no multiple of num_key_value_heads={groups}."
         )
-    rope = read_two_ropes(config) if two_ropes else read_rope(config, partial=partial_rope)
+    rope = (
+        read_two_ropes(config)
+        if two_ropes
+        else read_rope(config, partial=partial_rope, ignored=rope_ignores)
+    )
     turned = int(head_dim * rope.fraction)
     if rope.fraction != 1.0 and (turned % 2 or not turned):
         raise CheckpointError(
@@ -263,9 +311,9 @@ def decoder(
         raise CheckpointError(
             f"rope short_factor lists {len(rope.long.divisors)} numbers; heads of {head_dim} need {turned // 2}."
         )
-    if rope.sections and sum(rope.sections) != head_dim // 2:
+    if rope.sections and sum(rope.sections) != turned // 2:
         raise CheckpointError(
-            f"rope mrope_section={list(rope.sections)} does not add up to half of a head, {head_dim // 2}."
+            f"rope mrope_section={list(rope.sections)} does not add up to half of what is rotated of a head, {turned // 2}."
         )
     return ModelDescription(
         family=config["model_type"],
@@ -378,6 +426,11 @@ def layout_violations(model: ModelDescription, parallel: ParallelConfig) -> list
         ):
             if size and size % parallel.tensor:
                 found.append(_no_divisor("parallel.tensor", parallel.tensor, name, size))
+    if net := model.delta_net:
+        mine = net.key_heads // parallel.tensor or 1
+        if mine % parallel.context:
+            what = "linear_num_key_heads of a tensor-parallel process,"
+            found.append(_no_divisor("parallel.context", parallel.context, what, mine))
     if model.ffn % parallel.tensor:
         found.append(
             _no_divisor("parallel.tensor", parallel.tensor, "intermediate_size", model.ffn)
@@ -492,4 +545,6 @@ def heads_violations(model: ModelDescription, processes: int, option: str) -> li
         found.append(
             f"{option}={processes} neither divides the model's {model.groups} key-value heads nor is a multiple."
         )
+    if (net := model.delta_net) and net.key_heads % processes:
+        found.append(_no_divisor(option, processes, "linear_num_key_heads", net.key_heads))
     return found

@@ -58,15 +58,17 @@ class Rope:
     local_base: float | None = None
 
 
-def read_rope(config: HFConfig, *, partial: bool = False) -> Rope:
+def read_rope(config: HFConfig, *, partial: bool = False, ignored: tuple[str, ...] = ()) -> Rope:
     """Returns the RoPE settings of a config: `rope_parameters` of transformers 5, or `rope_theta`
     and `rope_scaling` (with `type` or `rope_type`) of transformers 4.
 
     `partial`: transformers' code for this architecture can rotate only a part of each head, so the
-    config's rotated fraction is used. Raises CheckpointError, naming the field, for settings that
-    Megatron can't represent or transformers refuses.
+    config's rotated fraction is used. `ignored`: names of settings without effect in this
+    architecture. Raises CheckpointError, naming the field, for settings that Megatron can't
+    represent or transformers refuses.
     """
-    return _read(_fields(config), config, partial=partial)
+    fields = {name: value for name, value in _fields(config).items() if name not in ignored}
+    return _read(fields, config, partial=partial)
 
 
 def read_two_ropes(config: HFConfig) -> Rope:

@@ -2,10 +2,13 @@
 with rftmega's attention and norms.
 """
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Collection
+from dataclasses import replace
 
 from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TENorm
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.ssm.gated_delta_net import GatedDeltaNetSubmodules
 from megatron.core.transformer import TransformerConfig, multi_latent_attention
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLPSubmodules
@@ -13,15 +16,21 @@ from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.experts import TEGroupedMLP
 from megatron.core.transformer.moe.moe_layer import MoESubmodules
 from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
-from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
+from megatron.core.transformer.transformer_layer import (
+    TransformerLayerSubmodules,
+    get_transformer_layer_offset,
+)
 
 from rftmega.model_providers.installed import uses_transformer_engine
 from rftmega.models.layers.adapter import with_adapter, with_adapters
 from rftmega.models.layers.attention import PackedAttention
 from rftmega.models.layers.expert_bias import with_expert_bias
 from rftmega.models.layers.fp32_norm import KeyNorm, QueryNorm
+from rftmega.models.layers.gated_delta_net import PackedDeltaNet
 from rftmega.models.layers.norm import LatentNorm, RMSNorm
+from rftmega.models.layers.output_gate import with_output_gate
 from rftmega.models.layers.post_norm import with_norm_behind
 from rftmega.models.layers.rotary_by_layer import with_own_rotary
 from rftmega.models.layers.rotated_norm import with_rotated_norm
@@ -46,6 +55,43 @@ def block_spec(config: TransformerConfig, chunk: int | None) -> TransformerBlock
     return block
 
 
+def attend_linearly(
+    block: TransformerBlockSubmodules,
+    config: TransformerConfig,
+    chunk: int | None,
+    layers: Collection[int],
+) -> None:
+    """Replaces self-attention in a block's spec by a gated delta net, in those of the block's
+    layers whose index in the whole model is among `layers`.
+    """
+    first = get_transformer_layer_offset(config, vp_stage=chunk)
+    made: dict[int, ModuleSpec] = {}
+    for place, layer in enumerate(block.layer_specs):
+        if first + place in layers:
+            if id(layer) not in made:
+                made[id(layer)] = _with_delta_net(layer)
+            block.layer_specs[place] = made[id(layer)]
+
+
+def _with_delta_net(layer: ModuleSpec) -> ModuleSpec:
+    parts = copy.copy(layer.submodules)
+    attention = parts.self_attention.submodules
+    column = attention.linear_qkv
+    if uses_transformer_engine():  # its fused layer contains the norm
+        parts.input_layernorm, column = TENorm, TEColumnParallelLinear
+    linear = GatedDeltaNetSubmodules(in_proj=column, out_proj=attention.linear_proj)
+    parts.self_attention = ModuleSpec(module=PackedDeltaNet, submodules=linear)
+    return replace(layer, submodules=parts)
+
+
+def gate_attention(block: TransformerBlockSubmodules) -> None:
+    """Gates the output of self-attention in a block's spec."""
+    for layer in {id(layer): layer for layer in block.layer_specs}.values():
+        attention = layer.submodules.self_attention
+        if attention.module is not PackedDeltaNet:
+            attention.module = with_output_gate(attention.module)
+
+
 def replace_layers(block: TransformerBlockSubmodules, kind: type) -> None:
     """Replaces the module class of all layers in a block's spec by `kind`."""
     for layer in block.layer_specs:
@@ -64,9 +110,14 @@ def allow_adapters(block: TransformerBlockSubmodules) -> None:
         attention, mlp = parts.self_attention.submodules, parts.mlp.submodules
         if uses_transformer_engine():
             parts.input_layernorm = parts.pre_mlp_layernorm = TENorm
-            attention.linear_qkv = TEColumnParallelLinear
-        attention.linear_qkv = with_adapter(attention.linear_qkv)
-        attention.linear_proj = with_adapter(attention.linear_proj)
+        if isinstance(attention, GatedDeltaNetSubmodules):
+            attention.in_proj = with_adapter(attention.in_proj)
+            attention.out_proj = with_adapter(attention.out_proj)
+        else:
+            if uses_transformer_engine():
+                attention.linear_qkv = TEColumnParallelLinear
+            attention.linear_qkv = with_adapter(attention.linear_qkv)
+            attention.linear_proj = with_adapter(attention.linear_proj)
         if isinstance(mlp, MoESubmodules):
             grouped = issubclass(mlp.experts.module, TEGroupedMLP)
             _adapt(mlp.experts.submodules, with_adapters if grouped else with_adapter)

@@ -23,6 +23,8 @@ TOWERS = {
         "Qwen2_5_VLVisionConfig",
     ),
     "qwen3_vl": ("qwen3_vl", "Qwen3VLVisionModel", "Qwen3VLVisionConfig"),
+    "qwen3_5": ("qwen3_5", "Qwen3_5VisionModel", "Qwen3_5VisionConfig"),
+    "qwen3_5_moe": ("qwen3_5_moe", "Qwen3_5MoeVisionModel", "Qwen3_5MoeVisionConfig"),
     "qwen3_vl_moe": ("qwen3_vl_moe", "Qwen3VLMoeVisionModel", "Qwen3VLMoeVisionConfig"),
 }
 

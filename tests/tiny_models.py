@@ -24,8 +24,11 @@ from transformers import (
     Phi3Config,
     Qwen2Config,
     Qwen2MoeConfig,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
     SeedOssConfig,
     SmolLM3Config,
 )
@@ -87,6 +90,13 @@ GLM: dict[str, Any] = {
 TWO_ROPES = {
     "full_attention": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e6},
     "sliding_attention": {"rope_type": "default", "rope_theta": 700.0},
+}
+# A head whose output is near 0 is normalised: with a smaller epsilon, rounding would be all of it.
+DELTA_NET = {
+    **{"head_dim": 32, "full_attention_interval": 2, "tie_word_embeddings": False},
+    **{"linear_num_key_heads": 4, "linear_num_value_heads": 8},
+    **{"linear_key_head_dim": 16, "linear_value_head_dim": 12, "rms_norm_eps": 1e-3},
+    "rope_parameters": {"rope_theta": 700.0, "partial_rotary_factor": 0.25},
 }
 VARIANTS: dict[str, tuple[type, dict[str, Any]]] = {
     "llama": (LlamaConfig, {"tie_word_embeddings": False}),
@@ -219,6 +229,17 @@ VARIANTS: dict[str, tuple[type, dict[str, Any]]] = {
         },
     ),
     "glm4": (Glm4Config, {"head_dim": 24, "tie_word_embeddings": False, "pad_token_id": None}),
+    "qwen3.5": (Qwen3_5TextConfig, DELTA_NET),
+    "qwen3.5-moe": (
+        Qwen3_5MoeTextConfig,
+        DELTA_NET | EXPERTS | {"shared_expert_intermediate_size": 56},
+    ),
+    "qwen3-next-moe": (
+        Qwen3NextConfig,
+        DELTA_NET
+        | EXPERTS
+        | {"shared_expert_intermediate_size": 56, "mlp_only_layers": [1], "norm_topk_prob": False},
+    ),
     "seed-oss": (SeedOssConfig, {"head_dim": 32, "tie_word_embeddings": False}),
 }
 

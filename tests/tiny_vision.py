@@ -1,4 +1,4 @@
-"""Tiny random Qwen2-VL, Qwen2.5-VL and Qwen3-VL (dense and a mixture) folders, with a tokenizer and what an image
+"""Tiny random Qwen2-VL, Qwen2.5-VL, Qwen3-VL and Qwen3.5 (dense and MoE) folders, with a tokenizer and what an image
 processor reads.
 """
 
@@ -32,9 +32,11 @@ PROCESSORS = {
     "qwen2_5_vl": "Qwen2_5_VLProcessor",
     "qwen3_vl": "Qwen3VLProcessor",
     "qwen3_vl_moe": "Qwen3VLProcessor",
+    "qwen3_5": "Qwen3VLProcessor",
+    "qwen3_5_moe": "Qwen3VLProcessor",
 }
 KINDS = tuple(PROCESSORS)
-PATCH = {"qwen2_vl": 14, "qwen2_5_vl": 14, "qwen3_vl": 16, "qwen3_vl_moe": 16}
+PATCH = {kind: 14 if kind in ("qwen2_vl", "qwen2_5_vl") else 16 for kind in KINDS}
 EXPERTS = 4
 EXPERT_FFN = 48
 MERGE = 2  # one token each MERGE x MERGE patches
@@ -84,6 +86,21 @@ OWN_TEXT["qwen3_vl_moe"] = OWN_TEXT["qwen3_vl"] | {
     "moe_intermediate_size": EXPERT_FFN,
     "mlp_only_layers": [1],
 }
+OWN_TEXT["qwen3_5"] = {
+    "head_dim": 32,
+    **{"linear_num_key_heads": 4, "linear_num_value_heads": 8, "rms_norm_eps": 1e-3},
+    **{"linear_key_head_dim": 16, "linear_value_head_dim": 12},
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+    # 8 angles: half of a head is rotated
+    "rope_parameters": ROPE
+    | {"mrope_section": [2, 3, 3], "mrope_interleaved": True, "partial_rotary_factor": 0.5},
+}
+OWN_TEXT["qwen3_5_moe"] = OWN_TEXT["qwen3_5"] | {
+    "num_experts": EXPERTS,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": EXPERT_FFN,
+    "shared_expert_intermediate_size": 56,
+}
 OWN_TOWER: dict[str, dict[str, Any]] = {
     "qwen2_vl": {"embed_dim": 32, "mlp_ratio": 2},
     "qwen2_5_vl": {
@@ -100,6 +117,12 @@ OWN_TOWER: dict[str, dict[str, Any]] = {
     },
 }
 OWN_TOWER["qwen3_vl_moe"] = OWN_TOWER["qwen3_vl"]
+OWN_TOWER["qwen3_5"] = {
+    name: value
+    for name, value in OWN_TOWER["qwen3_vl"].items()
+    if name != "deepstack_visual_indexes"
+}
+OWN_TOWER["qwen3_5_moe"] = OWN_TOWER["qwen3_5"]
 
 
 def save_tiny_vision(folder: Path, kind: str, *, seed: int = 0, **text_changes: Any) -> Path:
@@ -120,12 +143,11 @@ def save_tiny_vision(folder: Path, kind: str, *, seed: int = 0, **text_changes: 
                 parameter.mul_(4.0)
     logging.disable_progress_bar()
     model.save_pretrained(folder)
-    publish_experts(folder / "model.safetensors")
+    if kind == "qwen3_vl_moe":
+        publish_experts(folder / "model.safetensors")
     tokenizer().save_pretrained(folder)
     (folder / "preprocessor_config.json").write_text(json.dumps(preprocessor(kind), indent=2))
-    if kind.startswith(
-        "qwen3_vl"
-    ):  # which bounds all frames together; the others' is that of images
+    if kind.startswith("qwen3"):  # which bounds all frames together; the others' is that of images
         fields = preprocessor(kind) | {"video_processor_type": "Qwen3VLVideoProcessor"}
         fields.pop("image_processor_type")
         (folder / "video_preprocessor_config.json").write_text(json.dumps(fields, indent=2))

@@ -34,11 +34,19 @@ FIELDS = Fields(
 
 
 def table(config: Config) -> list[Rule]:
+    attention = grouped_attention(config, qkv_bias=config["qkv_bias"])
+    return decoder(config, attention, mixed_mlp(config))
+
+
+def mixed_mlp(config: Config) -> list[Rule]:
+    """Returns the conversion rules of dense MLPs, and in the other layers of experts with a shared
+    expert whose output is gated.
+    """
     sparse = qwen_sparse_layers(config)
     dense = frozenset(range(config["num_hidden_layers"])) - sparse
     gate = in_layer("mlp.shared_expert_gate.weight", 1, config["hidden_size"])
-    mlp = [
-        *dense_mlp(config, layers=dense),
+    return [
+        *(dense_mlp(config, layers=dense) if dense else []),
         router(config, number_of_experts(config), layers=sparse),
         *routed_experts(config, config["moe_intermediate_size"], layers=sparse),
         *shared_expert(
@@ -46,4 +54,3 @@ def table(config: Config) -> list[Rule]:
         ),
         Replicated((MLP + "shared_experts.gate_weight",), (gate,), layers=sparse),
     ]
-    return decoder(config, grouped_attention(config, qkv_bias=config["qkv_bias"]), mlp)

@@ -60,7 +60,7 @@ def shapes(tower: Tower) -> Iterator[tuple[str, tuple[int, ...]]]:
         yield from linear(f"{block}.mlp.linear_fc1", ffn, width)
         yield from linear(f"{block}.mlp.linear_fc2", width, ffn)
     yield from _merger(tower, "merger", width)
-    for place in range(len(tower["deepstack_visual_indexes"])):
+    for place in range(len(tower.get("deepstack_visual_indexes", ()))):
         merged = width * tower["spatial_merge_size"] ** 2
         yield from _merger(tower, f"deepstack_merger_list.{place}", merged)
 

@@ -5,11 +5,9 @@ weights sum to 1.
 from dataclasses import replace
 
 from rftmega.converters.decoder import number_of_experts, qwen_sparse_layers
-from rftmega.converters.families import qwen3_vl
-from rftmega.converters.vision import count_of
 from rftmega.model_providers.description import Experts, ModelDescription, decoder
+from rftmega.model_providers.families.qwen3_vl import tower_of
 from rftmega.model_providers.hf_config import HFConfig
-from rftmega.model_providers.tower import read_tower
 
 
 def describe(config: HFConfig) -> ModelDescription:
@@ -23,6 +21,4 @@ def describe(config: HFConfig) -> ModelDescription:
         layers=qwen_sparse_layers(config),
         normalised=True,
     )
-    parameters = count_of(qwen3_vl.shapes(config["vision_config"]))
-    tower = read_tower(config, width="hidden_size", ffn=None, gated=False, parameters=parameters)
-    return replace(decoder(config, qk_norm=True), experts=experts, tower=tower)
+    return replace(decoder(config, qk_norm=True), experts=experts, tower=tower_of(config))

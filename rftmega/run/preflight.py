@@ -192,9 +192,9 @@ def _fp8_matmuls(config: RunConfig, model: ModelDescription, on: device.Device) 
         return [
             f"{said}: this device does not multiply so. Set it to {can} (blockwise is Hopper's, mxfp8 Blackwell's)."
         ]
-    if model.tower or model.latent:
+    if model.tower or model.latent or model.delta_net:
         return [
-            f"{said}: models with latent attention, or that see or hear, can't have it yet. Set it to none."
+            f"{said}: models with latent or linear attention, or that see or hear, can't have it yet. Set it to none."
         ]
     odd = {size for size in (model.hidden, model.ffn // config.parallel.tensor) if size % 16}
     if odd:
@@ -218,9 +218,9 @@ def _fp8_engine(config: RunConfig, model: ModelDescription, on: device.Device) -
             f"{given}: vLLM multiplies such numbers on CUDA, and on CPUs with AMX. Here rollout.engine=transformers computes "
             "with the same rounded weights, in float32."
         ]
-    if model.latent or model.tower:
+    if model.latent or model.tower or model.delta_net:
         return [
-            f"{given}: models with latent attention, or that see or hear, can't have it. Set it to none."
+            f"{given}: models with latent or linear attention, or that see or hear, can't have it. Set it to none."
         ]
     rules = [rule for rule in table(read_hf_config(config.model.path)) if rule.per_layer]
     names = [(rule, name) for rule in rules if rule.exported for name in rule.hf_names(0, 0)]

@@ -72,6 +72,9 @@ CASES = {
     "EP2 x TP2, distributed, bf16": Case(
         "qwen3-moe", 4, P(tensor=2, sequence=True, expert=2), SHARDED, "bfloat16", 2
     ),
+    "gated delta nets, TP2 x PP2, bf16": Case(
+        "qwen3.5", 4, P(tensor=2, pipeline=2), SHARDED, "bfloat16"
+    ),
     "EP4": Case("mixtral", 4, P(expert=4), engine=2),
     "ETP2": Case("qwen2-moe", 4, P(tensor=2, sequence=True, expert_tensor=2), SHARDED, engine=4),
     "latent, TP2 x PP2 x EP2": Case(
@@ -323,7 +326,7 @@ def test_predicted_bytes_of_fsdp_are_within_ten_percent_of_the_measured(
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("variant", ["llama", "qwen3", "qwen3-moe"])
+@pytest.mark.parametrize("variant", ["llama", "qwen3", "qwen3-moe", "qwen3.5"])
 def test_activations_are_those_that_autograd_keeps_within_a_factor_of_two(
     variant: str, tmp_path: Path
 ) -> None:

@@ -3,7 +3,8 @@ gradient checkpointing and padding.
 A multiplication and an addition are two operations. Only matrix products are counted: of each token
 with every weight that it uses (of experts, the active ones), of queries with keys, and of attention
 with values, over the full square of a row, as in PaLM (arXiv:2204.02311, appendix B: 2 N + 4 L H Q
-T per token in the forward pass). The backward pass takes twice as many as the forward pass.
+T per token in the forward pass); of a token with the states of gated delta nets. The backward pass
+takes twice as many as the forward pass.
 """
 
 from collections.abc import Iterable
@@ -42,7 +43,12 @@ def layer_weights(model: ModelDescription) -> int:
             + (1 if experts.shared_gate else 0)
         )
         mlps += sparse * model.hidden * (active + experts.number)  # the router sees every expert
-    return model.layers * _projections(model) + mlps
+    attention = model.attention_layers * _projections(model)
+    if net := model.delta_net:
+        convolution = net.convolved * (2 * net.key_width + net.value_width)
+        projections = model.hidden * (net.projected + net.value_width)
+        attention += len(net.layers) * (projections + convolution)
+    return attention + mlps
 
 
 def _projections(model: ModelDescription) -> int:
@@ -54,20 +60,26 @@ def _projections(model: ModelDescription) -> int:
         down = model.hidden * (latent.key_value_rank + latent.rope_dim)
         up = latent.key_value_rank * model.heads * (latent.plain_dim + latent.value_dim)
         return queries + down + up + model.heads * latent.value_dim * model.hidden
-    return model.hidden * model.head_dim * (2 * model.heads + 2 * model.groups)
+    gates = model.heads if model.output_gate else 0
+    return model.hidden * model.head_dim * (2 * model.heads + 2 * model.groups + gates)
 
 
 def _attention(model: ModelDescription, tokens: int) -> int:
     """Returns the FLOPs, for one row of `tokens` tokens in all layers, of the attention scores and
     of their products with the values.
 
-    A sliding window limits the number of tokens that a token attends to.
+    A sliding window limits the number of tokens that a token attends to. A gated delta net computes
+    three products of a token with each value head's state instead.
     """
     latent = model.latent
     width = latent.plain_dim + latent.rope_dim + latent.value_dim if latent else 2 * model.head_dim
     windowed = len(model.windowed)
-    seen = (model.layers - windowed) * tokens + windowed * min(tokens, model.window or tokens)
-    return 2 * model.heads * width * tokens * seen
+    full = model.attention_layers - windowed
+    seen = full * tokens + windowed * min(tokens, model.window or tokens)
+    found = 2 * model.heads * width * tokens * seen
+    if net := model.delta_net:
+        found += 2 * 3 * net.value_heads * net.key_dim * net.value_dim * tokens * len(net.layers)
+    return found
 
 
 def tower_flops(tower: VisionTower, grids: Iterable[tuple[int, int, int]]) -> int:

@@ -10,10 +10,16 @@ from rftmega.config.options.bounds import BelowOne, NotNegativeInt, Positive
 # values that vLLM accepts as max_lora_rank
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 # linear layers of attention, MLP and experts: names in Hugging Face folders and in Megatron
+# of gated delta nets (Qwen3.5, Qwen3-Next)
+DELTA_NET = (
+    *("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"),
+    *("in_proj_qkvz", "in_proj_ba", "out_proj"),
+)
 HF_TARGETS = (
     *("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj"),
     *("gate_proj", "up_proj", "gate_up_proj", "down_proj"),
     *("w1", "w2", "w3"),  # of Mixtral's experts: gate, down, up
+    *DELTA_NET,
 )
 # layers of attention, which experts lack
 OF_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj")
@@ -21,7 +27,10 @@ OF_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj")
 EMBEDDING, HEAD = "embed_tokens", "lm_head"
 MEGATRON_EMBEDDING, MEGATRON_HEAD = "word_embeddings", "output_layer"
 OF_VOCABULARY = (EMBEDDING, HEAD, MEGATRON_EMBEDDING, MEGATRON_HEAD)
-MEGATRON_TARGETS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
+MEGATRON_TARGETS = (
+    *("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"),
+    *("in_proj", "out_proj"),  # of gated delta nets
+)
 
 # columns that share a scale in base_on_host=int8: a row's shards have the scales of the whole row
 # if they begin at a multiple
@@ -99,7 +108,7 @@ def experts_targeted(targets: Sequence[str]) -> bool:
     """Returns whether `targets`, the value of model.lora.targets, contains layers that experts
     have; an empty list means all layers.
     """
-    return not targets or not set(targets) <= {*OF_ATTENTION, *OF_VOCABULARY}
+    return not targets or not set(targets) <= {*OF_ATTENTION, *DELTA_NET, *OF_VOCABULARY}
 
 
 def scaling_of(rank: int, alpha: float, *, rslora: bool) -> float:

@@ -48,7 +48,7 @@ class ImageProcessor:
         self.placeholder = token_of(folder, config, "image_token_id")
         self.video_placeholder = token_of(folder, config, "video_token_id")
         self._folder, self._config = folder, config
-        self.tells_times = str(config.get("model_type")).startswith("qwen3_vl")
+        self.tells_times = str(config.get("model_type")).startswith(("qwen3_vl", "qwen3_5"))
         # placeholders in a text, with their delimiters
         self.text = "<|vision_start|><|image_pad|><|vision_end|>"
         self.video_text = "<|vision_start|><|video_pad|><|vision_end|>"

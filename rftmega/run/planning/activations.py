@@ -12,9 +12,10 @@ token-wise activation that one of these processes keeps: 1 / t with sequence par
 from dataclasses import dataclass
 
 from rftmega.config import ParallelConfig
-from rftmega.model_providers.description import ModelDescription, stage_layers
+from rftmega.model_providers.description import DeltaNet, ModelDescription, stage_layers
 from rftmega.run.planning.models import PlannedModel
 
+RULE_CHUNK = 64  # tokens of a chunk of a gated delta net (models/kernels/delta_rule.py)
 CHUNK = 1024  # tokens whose logits exist at once (models/kernels/linear_log_probs.py)
 
 
@@ -35,11 +36,13 @@ def layer_bytes(
     s = 1 / parallel.tensor if parallel.sequence else 1.0
     # Inputs and outputs of both norms; a float32 reciprocal deviation for each norm.
     norms = itemsize * 4 * model.hidden * s + 8 * s
-    return (
-        norms
-        + _attention(model, parallel.tensor, itemsize)
-        + _mlp(model, parallel, layer, itemsize)
+    net = model.delta_net
+    mixed = (
+        _delta_net(net, parallel.tensor, itemsize)
+        if net and layer in net.layers
+        else _attention(model, parallel.tensor, itemsize)
     )
+    return norms + mixed + _mlp(model, parallel, layer, itemsize)
 
 
 def _attention(model: ModelDescription, t: int, itemsize: int) -> float:
@@ -57,8 +60,24 @@ def _attention(model: ModelDescription, t: int, itemsize: int) -> float:
     joint = heads + 2 * groups  # the values are a part of it, so all of it stays
     rotated = heads + groups
     normed = heads + groups if model.qk_norm else 0
+    normed += 2 * heads if model.output_gate else 0  # the gates, and the gated output
     # 4: a log-sum in float32
     return itemsize * model.head_dim * (joint + rotated + normed + heads) + 4 * heads
+
+
+def _delta_net(net: DeltaNet, t: int, itemsize: int) -> float:
+    """Returns the bytes per token that a gated delta net stores for the backward pass: its
+    projections and convolution in the model's dtype, and the products within and between chunks in
+    float32 (see `models/kernels/delta_rule.py`).
+    """
+    convolved = (2 * net.key_width + net.value_width) / t
+    given = net.projected / t + 3 * convolved + net.value_width / t
+    keys, values = net.key_heads / t, net.value_heads / t
+    squares = RULE_CHUNK * (4 * values + 2 * keys)  # rows of matrices between tokens of a chunk
+    states = 2 * values * net.key_dim * net.value_dim / RULE_CHUNK
+    solved = values * (3 * net.key_dim + net.value_dim)
+    inside = 7 * keys * net.key_dim + 7 * values * net.value_dim
+    return itemsize * given + 4 * (squares + states + solved + inside)
 
 
 def _mlp(model: ModelDescription, parallel: ParallelConfig, layer: int, itemsize: int) -> float:
@@ -84,16 +103,14 @@ def _chunk_bytes(
     several), and for its largest layer. `itemsize`: bytes of an activation.
     """
     sparse = model.experts.layers if model.experts else frozenset()
-    of_kind = {
-        kind: layer_bytes(model, parallel, layer, itemsize)
-        for layer in (
-            *[layer for layer in range(model.layers) if layer not in sparse][:1],
-            *sorted(sparse)[:1],
-        )
-        for kind in [layer in sparse]
-    }
+    linear = model.delta_net.layers if model.delta_net else frozenset()
+    of_kind: dict[tuple[bool, bool], float] = {}
+    for layer in range(model.layers):
+        kind = layer in sparse, layer in linear
+        if kind not in of_kind:
+            of_kind[kind] = layer_bytes(model, parallel, layer, itemsize)
     layers = [
-        [of_kind[layer in sparse] for layer in chunk]
+        [of_kind[layer in sparse, layer in linear] for layer in chunk]
         for chunk in stage_layers(model.layers, parallel)[stage]
     ]
     return max(map(sum, layers)), max(max(chunk) for chunk in layers)

@@ -60,11 +60,12 @@ def cache_bytes(model: ModelDescription, ranks: int, itemsize: int = 2) -> int:
     """Returns the bytes that a token takes in the KV cache of one of an engine's `ranks` processes;
     `itemsize`: bytes of a cached number.
 
-    With latent attention every process stores the whole compressed vector.
+    With latent attention every process stores the whole compressed vector. A gated delta net stores
+    nothing for a token.
     """
     if model.latent:
         return model.layers * (model.latent.key_value_rank + model.latent.rope_dim) * itemsize
-    return model.layers * 2 * max(1, model.groups // ranks) * model.head_dim * itemsize
+    return model.attention_layers * 2 * max(1, model.groups // ranks) * model.head_dim * itemsize
 
 
 def working_bytes(model: ModelDescription, ranks: int, sequences: int, itemsize: int = 2) -> int:

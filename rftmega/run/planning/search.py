@@ -312,6 +312,8 @@ class Search:
             return False
         if model.experts and model.experts.number % parallel.expert:
             return False
+        if (net := model.delta_net) and net.key_heads % (parallel.tensor * parallel.context):
+            return False
         try:
             stages = stage_layers(model.layers, parallel)
         except ValueError:

@@ -38,7 +38,7 @@ def test_without_targets_every_linear_layer_of_a_decoder_has_an_adapter(variant:
 
 def test_the_names_that_options_know_are_those_of_the_tables() -> None:
     hf, megatron = set(), set()
-    for variant in (*DENSE, "mixtral"):
+    for variant in (*DENSE, "mixtral", "qwen3.5", "qwen3-next-moe"):
         for layer in adapted_layers(rules_of(variant), rank=8, targets=[]):
             hf |= set(layer.targets)
             megatron.add(layer.base.megatron[0].split(".")[-2])

@@ -31,6 +31,11 @@ SMALL: dict[str, Any] = {
 EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "moe_intermediate_size": 8, "num_experts": 4, "decoder_sparse_step": 2,
                            "mlp_only_layers": [2], "norm_topk_prob": True, "head_dim": 8}  # fmt: skip
 WINDOWS: dict[str, Any] = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
+DELTA_NET: dict[str, Any] = {
+    "head_dim": 16, "attention_bias": False, "linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_key_head_dim": 8,
+    "linear_value_head_dim": 4, "linear_conv_kernel_dim": 3, "partial_rotary_factor": 0.5,
+    "layer_types": ["full_attention", "linear_attention", "full_attention"],
+}  # fmt: skip
 SMALL_OF: dict[str, dict[str, Any]] = {
     "llama": {"attention_bias": False, "mlp_bias": False, "head_dim": 16},
     "mistral": {"sliding_window": 4, "head_dim": 16},
@@ -65,6 +70,10 @@ SMALL_OF: dict[str, dict[str, Any]] = {
     "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "attention_bias": True, "head_dim": 16, "sliding_window": 4,
                 "swiglu_alpha": 1.5, "swiglu_limit": 5.0,
                 "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+    "qwen3_5_text": DELTA_NET,
+    "qwen3_5_moe_text": DELTA_NET | {"num_experts_per_tok": 2, "moe_intermediate_size": 8, "num_experts": 4,
+                                     "shared_expert_intermediate_size": 12},
+    "qwen3_next": DELTA_NET | EXPERTS | {"shared_expert_intermediate_size": 12},
     "hunyuan_v1_dense": {"attention_bias": False, "head_dim": 16, "eod_token_id": 3},
     "deepseek_v3": {
         "num_key_value_heads": 4, "q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4,
@@ -86,7 +95,8 @@ UNDECLARED = {"mistral": ["layer_types"], "phi3": ["layer_types"],
               "qwen3_moe": ["num_local_experts"]}  # fmt: skip
 SIZES_OF_ONE_MODEL = ("moe_intermediate_size", "shared_expert_intermediate_size", "num_experts_per_tok", "num_experts",
                       "num_local_experts", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim",
-                      "n_routed_experts")  # fmt: skip
+                      "n_routed_experts", "linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim",
+                      "linear_value_head_dim")  # fmt: skip
 NOT_OURS = {
     "num_mtp_layers",
     "rope_parameters",
@@ -152,6 +162,8 @@ def cases() -> Iterator[Any]:
             | SMALL.keys()
             | SMALL_OF[family].keys()
         ):
+            if (family, name) == ("qwen3_5_moe_text", "intermediate_size"):
+                continue  # no layer has a dense MLP
             # what every family has is read alike but where a family has defaults of its own
             again = name in SMALL and family not in ("llama", "mistral", "qwen2_moe", "deepseek_v3")
             marks = [pytest.mark.ranks] if again else []
@@ -179,14 +191,17 @@ def theirs(fields: dict[str, Any]) -> Any:
     config._attn_implementation = "eager"
     with torch.no_grad():
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-        logits = model(torch.arange(7)[None]).logits
+        logits = model(torch.arange(7)[None], use_cache=False).logits
     assert logits.isfinite().all()
     return model
 
 
 def compare(ours: ModelDescription, model: Any) -> None:
     layers, config = model.model.layers, model.config
-    attention, first = layers[0].self_attn, layers[0].self_attn
+    compare_delta_net(ours, layers)
+    if ours.attention_layers == 0:
+        return
+    first = attention = next(layer.self_attn for layer in layers if hasattr(layer, "self_attn"))
     assert (ours.layers, ours.hidden) == (len(layers), model.model.embed_tokens.embedding_dim)
     assert ours.vocabulary == model.lm_head.out_features
     assert ours.tied == (model.lm_head.weight is model.model.embed_tokens.weight)
@@ -217,7 +232,8 @@ def compare(ours: ModelDescription, model: Any) -> None:
             for name in ("q", "k", "v", "qkv")
             if hasattr(attention, f"{name}_proj")
         }
-        queries, keys = ours.heads * ours.head_dim, ours.groups * ours.head_dim
+        each = 2 if ours.output_gate else 1  # a query, and its gate
+        queries, keys = each * ours.heads * ours.head_dim, ours.groups * ours.head_dim
         assert rows in (
             {"q": queries, "k": keys, "v": keys},
             {"qkv": queries + 2 * keys},  # Phi-3's
@@ -258,6 +274,21 @@ def angles_of(rotary: Any) -> Any:
     return next(getattr(rotary, name) for name in names if hasattr(rotary, name))
 
 
+def compare_delta_net(ours: ModelDescription, layers: Any) -> None:
+    nets = {n: each.linear_attn for n, each in enumerate(layers) if hasattr(each, "linear_attn")}
+    assert (ours.delta_net.layers if ours.delta_net else frozenset()) == frozenset(nets)
+    for net in nets.values() if ours.delta_net else ():
+        assert (ours.delta_net.key_heads, ours.delta_net.value_heads) == (
+            net.num_k_heads,
+            net.num_v_heads,
+        )
+        assert (ours.delta_net.key_dim, ours.delta_net.value_dim) == (
+            net.head_k_dim,
+            net.head_v_dim,
+        )
+        assert ours.delta_net.convolved == net.conv_kernel_size
+
+
 def compare_windows(ours: ModelDescription, model: Any) -> None:
     everywhere = model.config.model_type in ("mistral", "mixtral", "phi3")
     windows = [
@@ -267,12 +298,17 @@ def compare_windows(ours: ModelDescription, model: Any) -> None:
         if not hasattr(layer.self_attn, "is_sliding")
         else None
         for layer in model.model.layers
+        if hasattr(layer, "self_attn")
     ]
+    if ours.delta_net:
+        assert set(windows) == {None}
+        assert not ours.windowed
+        return
     assert [ours.window if n in ours.windowed else None for n in range(ours.layers)] == windows
 
 
 def compare_unrotated(ours: ModelDescription, model: Any) -> None:
-    layers = [layer.self_attn for layer in model.model.layers]
+    layers = [layer.self_attn for layer in model.model.layers if hasattr(layer, "self_attn")]
     unrotated = {n for n, each in enumerate(layers) if not getattr(each, "use_rope", True)}
     if model.config.model_type == "exaone4" and model.config.sliding_window:
         unrotated = {n for n, each in enumerate(layers) if not each.is_sliding}

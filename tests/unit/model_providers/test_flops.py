@@ -42,6 +42,27 @@ def test_the_operations_of_a_forward_pass_are_those_that_torch_counts_in_transfo
         )
 
 
+def test_a_gated_delta_net_multiplies_each_token_with_its_states(tmp_path: Path) -> None:
+    model = describe(read_hf_config(save_tiny(tmp_path, "qwen3.5")))
+    without = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")
+    for layer in without.model.layers:
+        if hasattr(layer, "linear_attn"):
+            layer.linear_attn.forward = layer.linear_attn.out_proj.forward  # counted by hand
+            layer.linear_attn.register_forward_pre_hook(
+                lambda _, given, named: ((named["hidden_states"].repeat(1, 1, 2)[..., :96],), {}),
+                with_kwargs=True,
+            )
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        without(torch.randint(0, 131, (1, 50)))
+    rows = 4 * 16 * 2 + 8 * 12 * 2 + 8 * 2  # queries and keys, values and gates, two numbers a head
+    projections, convolution = 64 * rows, 4 * (4 * 16 * 2 + 8 * 12)
+    states = 3 * 8 * 16 * 12  # read, written and read again
+    by_hand = 2 * 50 * 2 * (projections + convolution + states)
+    assert forward_flops(model, [50]) == pytest.approx(
+        counter.get_total_flops() + by_hand, rel=1e-6
+    )
+
+
 def test_learning_takes_three_forward_passes(tmp_path: Path) -> None:
     folder = save_tiny(tmp_path, "llama")
     model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")

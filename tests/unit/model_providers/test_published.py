@@ -2,6 +2,7 @@
 published size.
 """
 
+import math
 from typing import Any
 
 import pytest
@@ -101,6 +102,25 @@ PUBLISHED: dict[str, tuple[int, dict[str, Any]]] = {  # name -> (parameters, the
         "model_type": "olmo2", "attention_bias": False, "hidden_size": 4096, "intermediate_size": 11008,
         "max_position_embeddings": 4096, "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 32,
         "pad_token_id": 100277, "rope_scaling": None, "rope_theta": 500000, "tie_word_embeddings": False, "vocab_size": 100352}),
+    "Qwen3.5-4B-text": (4_205_751_296, {
+        "model_type": "qwen3_5_text", "attention_bias": False, "attn_output_gate": True, "full_attention_interval": 4,
+        "head_dim": 256, "hidden_size": 2560, "intermediate_size": 9216,
+        "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 8, "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 128, "linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_value_head_dim": 128,
+        "mamba_ssm_dtype": "float32", "max_position_embeddings": 262144, "mlp_only_layers": [], "mtp_num_hidden_layers": 1,
+        "mtp_use_dedicated_embeddings": False, "num_attention_heads": 16, "num_hidden_layers": 32, "num_key_value_heads": 4,
+        "partial_rotary_factor": 0.25, "tie_word_embeddings": True, "vocab_size": 248320,
+        "rope_parameters": {"mrope_interleaved": True, "mrope_section": [11, 11, 10], "partial_rotary_factor": 0.25,
+                            "rope_theta": 10000000, "rope_type": "default"}}),
+    "Qwen3-Next-80B-A3B": (79_674_391_296, {
+        "model_type": "qwen3_next", "attention_bias": False, "decoder_sparse_step": 1, "full_attention_interval": 4,
+        "head_dim": 256, "hidden_size": 2048, "intermediate_size": 5120, "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 128, "linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_value_head_dim": 128,
+        "max_position_embeddings": 262144, "mlp_only_layers": [], "moe_intermediate_size": 512, "norm_topk_prob": True,
+        "num_attention_heads": 16, "num_experts": 512, "num_experts_per_tok": 10, "num_hidden_layers": 48,
+        "num_key_value_heads": 2, "output_router_logits": False, "partial_rotary_factor": 0.25, "rope_scaling": None,
+        "rope_theta": 10000000, "router_aux_loss_coef": 0.001, "shared_expert_intermediate_size": 512,
+        "tie_word_embeddings": False, "use_sliding_window": False, "vocab_size": 151936}),
     "GLM-4.5-Air": (106_852_245_504, {
         "model_type": "glm4_moe", "attention_bias": True, "first_k_dense_replace": 1, "head_dim": 128, "hidden_size": 4096,
         "intermediate_size": 10944, "max_position_embeddings": 131072, "moe_intermediate_size": 1408, "n_group": 1,
@@ -173,7 +193,5 @@ def test_a_published_config_is_understood_and_gives_the_published_number_of_para
     for rule, _, _ in instances(table(COMMON | fields), layers=model.layers, experts=experts):
         # a buffer in transformers
         if rule.exported and not rule.megatron[0].endswith("expert_bias"):
-            for tensor in rule.hf:
-                rows, columns = (*tensor.shape, 1)[:2]
-                by_table += rows * columns
+            by_table += sum(math.prod(tensor.shape) for tensor in rule.hf)
     assert by_table == parameters

@@ -217,7 +217,7 @@ def described_and_tabled(fields: dict[str, Any]) -> None:
     ("rope", "said"),
     [
         ({"mrope_section": [4, 6]}, "must list three whole numbers"),
-        ({"mrope_section": [4, 6, 7]}, "does not add up to half of a head, 16"),
+        ({"mrope_section": [4, 6, 7]}, "does not add up to half of what is rotated of a head, "),
         ({"rope_type": "yarn", "factor": 2.0}, "not supported with images"),
         ({"surprise": 1}, "surprise=1"),
     ],

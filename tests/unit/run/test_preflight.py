@@ -335,7 +335,9 @@ def test_vllm_has_8_bits_where_the_device_multiplies_them_and_blocks_are_whole(
     save_tiny(tmp_path, "qwen3", **whole)
     preflight(config, 1)
     save_tiny(tmp_path, "deepseek-v3")
-    with pytest.raises(ConfigError, match="latent attention, or that see or hear, can't have it"):
+    with pytest.raises(
+        ConfigError, match="latent or linear attention, or that see or hear, can't have it"
+    ):
         preflight(config, 1)
 
 
@@ -359,7 +361,9 @@ def test_products_of_8_bits_need_transformer_engine_and_a_device_that_has_them(
     with pytest.raises(ConfigError, match="whose sides are multiples of 16; .* has 120"):
         preflight(config, 1)
     save_tiny(tmp_path, "deepseek-v3")
-    with pytest.raises(ConfigError, match="latent attention, or that see or hear, can't have it"):
+    with pytest.raises(
+        ConfigError, match="latent or linear attention, or that see or hear, can't have it"
+    ):
         preflight(config, 1)
 
 
