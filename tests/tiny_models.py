@@ -93,7 +93,8 @@ TWO_ROPES = {
 }
 # A head whose output is near 0 is normalised: with a smaller epsilon, rounding would be all of it.
 DELTA_NET = {
-    **{"head_dim": 32, "full_attention_interval": 2, "tie_word_embeddings": False},
+    **{"head_dim": 32, "tie_word_embeddings": False},
+    "layer_types": ["linear_attention", "full_attention", *["linear_attention"] * 2],
     **{"linear_num_key_heads": 4, "linear_num_value_heads": 8},
     **{"linear_key_head_dim": 16, "linear_value_head_dim": 12, "rms_norm_eps": 1e-3},
     "rope_parameters": {"rope_theta": 700.0, "partial_rotary_factor": 0.25},

@@ -59,6 +59,7 @@ QUICK = {
     ),
     "deepseek-v3": ("TP2, SP",),
     "gpt-oss": ("EP2 x TP2 (one process an expert)",),
+    "qwen3.5": ("TP2 x CP2, SP",),
     "qwen3_vl": ("FSDP 2",),
 }
 

@@ -88,12 +88,10 @@ def gated_delta_rule(
     )
     rate = rate.where(inside, 0.0)[..., None]
     summed = decay.where(inside, 0.0).cumsum(-1)  # log of the decay since the chunk's begin
-    between = summed[..., :, None] - summed[..., None, :]
+    between = summed[..., :, None] - summed[..., None, :]  # log of the decay between two tokens
     size = chunks.tokens.shape[1]
     later = torch.ones(size, size, dtype=torch.bool, device=key.device).triu(1)
-    between = between.masked_fill(
-        later, -torch.inf
-    ).exp()  # decay from the column's token to the row's
+    between = between.masked_fill(later, -torch.inf).exp()
     grown = summed.exp()[..., None]
     keys = key.transpose(-1, -2)
     system = rate * between * (key @ keys)  # its diagonal is taken as 1

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from rftmega.backends.megatron.load import HEAD, refuse_strangers
-from rftmega.converters import left_out, table
+from rftmega.converters import left_out, table, written
 from rftmega.core.errors import CheckpointError
 from rftmega.model_providers.hf_config import read_hf_config
 from rftmega.models.hf.hf_folder import INDEX, HFFolder, copy_companions
@@ -41,6 +41,19 @@ def test_a_layer_behind_the_last_is_refused(variant: str, tmp_path: Path) -> Non
         CheckpointError, match=r"model\.layers\.3\..* Some are of layer 3, and num_hidden_layers=3"
     ):
         check(folder)
+
+
+def test_qwen3_5_s_layers_that_predict_a_second_token_are_left_out_and_not_written(
+    tmp_path: Path,
+) -> None:
+    folder = save_tiny(tmp_path, "qwen3.5")
+    tensors = load_file(folder / "model.safetensors")
+    save_file(tensors | {"mtp.fc.weight": torch.ones(64, 128)}, folder / "model.safetensors")
+    change_config(folder, mtp_num_hidden_layers=1)
+    check(folder)
+    fields = read_hf_config(folder)
+    assert left_out(fields, HFFolder(folder).names) == {"mtp.fc.weight"}
+    assert written(fields) == {"mtp_num_hidden_layers": 0}
 
 
 @pytest.mark.parametrize("variant", ["deepseek-v3", "glm4-moe"])

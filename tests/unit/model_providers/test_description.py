@@ -59,6 +59,9 @@ def test_the_first_and_last_stage_may_be_shorter() -> None:
         ("qwen3-moe", P(expert=3), "parallel.expert=3 does not divide the model's number of experts, 4; the nearest that"),
         ("qwen3-moe", P(expert_tensor=5), "parallel.expert_tensor=5 does not divide the model's moe_intermediate_size 48;"),
         ("gpt-oss", P(expert_tensor=2), "parallel.expert_tensor=2: this model's experts have biases"),
+        ("qwen3.5", P(tensor=8), "parallel.tensor=8 does not divide the model's linear_num_key_heads 4; the nearest"),
+        ("qwen3.5", P(tensor=2, context=4), "parallel.context=4 does not divide the model's linear_num_key_heads of a "
+                                            "tensor-parallel process, 2; the nearest that does is 2."),
         ("qwen3-moe", P(tensor=2), "parallel.tensor=2 with experts needs parallel.sequence=true"),
     ],
 )  # fmt: skip

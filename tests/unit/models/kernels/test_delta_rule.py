@@ -72,11 +72,13 @@ def test_a_row_is_computed_as_transformers_computes_it() -> None:
 
 def test_a_decay_that_forgets_everything_at_once_gives_no_infinity() -> None:
     query, key, value, _, rate = (x.detach() for x in inputs(70))
-    decay = torch.full((70, 6), -1e4)
+    decay = torch.full((70, 6), -1e4).requires_grad_()
     found = gated_delta_rule(query, key, value, decay, rate, divided([0, 70]))
     torch.testing.assert_close(
         found.double(), by_token(query, key, value, decay, rate, [0, 70]), atol=1e-6, rtol=0
     )
+    (gradient,) = torch.autograd.grad(found.sum(), decay)
+    assert gradient.isfinite().all()
 
 
 def test_half_precision_is_computed_in_float32() -> None:

@@ -1,16 +1,20 @@
 """Activations against the formulas of arXiv:2205.05198 and against what torch really keeps."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
 from rftmega.config import ParallelConfig, RolloutConfig, RunConfig, TrainerConfig
+from rftmega.model_providers.description import describe
+from rftmega.model_providers.hf_config import read_hf_config
 from rftmega.models.kernels.linear_log_probs import VocabularyShard, linear_stats
 from rftmega.run.planning import activations, engine
 from rftmega.run.planning.activations import Load, chunks_in_flight, layer_bytes
 from rftmega.run.planning.memory import load_of
 from tests.allocations import most_bytes
+from tests.tiny_models import save_tiny
 from tests.unit.run.planning.test_states import planned
 
 P = ParallelConfig
@@ -135,3 +139,9 @@ def test_an_engine_of_8_bits_holds_a_byte_a_number_of_its_linear_layers() -> Non
     assert engine.held_bytes(policy, plain) == 2 * (linear + rest)
     held = engine.held_bytes(policy, replace(plain, quantization="fp8"))
     assert held == pytest.approx(linear * (1 + 4 / 128**2) + 2 * rest, abs=1.0)
+
+
+def test_an_engine_caches_keys_and_values_of_layers_with_attention_only(tmp_path: Path) -> None:
+    model = describe(read_hf_config(save_tiny(tmp_path, "qwen3.5")))
+    assert model.attention_layers == 1
+    assert engine.cache_bytes(model, 2) == 2 * 1 * 32 * 2  # keys and values of one head, 2 bytes
