@@ -4,7 +4,6 @@ with rftmega's attention and norms.
 
 import copy
 from collections.abc import Callable, Collection
-from dataclasses import replace
 
 from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TENorm
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
@@ -74,14 +73,15 @@ def attend_linearly(
 
 
 def _with_delta_net(layer: ModuleSpec) -> ModuleSpec:
-    parts = copy.copy(layer.submodules)
+    changed = copy.deepcopy(layer)  # later changes of a spec's MLP are made once in each
+    parts = changed.submodules
     attention = parts.self_attention.submodules
     column = attention.linear_qkv
     if uses_transformer_engine():  # its fused layer contains the norm
         parts.input_layernorm, column = TENorm, TEColumnParallelLinear
     linear = GatedDeltaNetSubmodules(in_proj=column, out_proj=attention.linear_proj)
     parts.self_attention = ModuleSpec(module=PackedDeltaNet, submodules=linear)
-    return replace(layer, submodules=parts)
+    return changed
 
 
 def gate_attention(block: TransformerBlockSubmodules) -> None:

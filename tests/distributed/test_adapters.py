@@ -309,6 +309,14 @@ def test_adapters_learn_as_in_plain_torch_in_larger_layouts(name: str, tmp_path:
             marks=pytest.mark.ranks,
         ),
         ("qwen2-moe", (), "TP2, SP"),  # a shared expert
+        pytest.param(
+            *(
+                "qwen3.5",
+                ("in_proj_qkv", "in_proj_b", "out_proj", "q_proj", "down_proj"),
+                "TP2, SP",
+            ),
+            marks=pytest.mark.ranks,
+        ),
         pytest.param("mixtral", (), "EP2", marks=pytest.mark.ranks),
     ],
 )
