@@ -185,6 +185,7 @@ OPTIONS: dict[str, Live] = {
     "reward.code_memory_mib": Live("64", ("data.label_key=tests", "reward.code=1"), dead=()),
     "reward.code_tests_inside": Live("true", ("data.label_key=tests", "reward.code=1"), dead=()),
     "reward.workers": Live("3", ("reward.math=1",), dead=()),
+    "reward.task_library": Live("1", ("reward.exact_match=2",), dead=MAJORITY),
     "reward.remote": Live("1", REMOTE[1:], dead=MAJORITY),
     "reward.remote_url": Live("http://localhost:8", REMOTE, dead=()),
     "reward.remote_timeout": Live("3", REMOTE, dead=()),
