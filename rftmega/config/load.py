@@ -22,7 +22,7 @@ from rftmega.config.plugins import plugin_parts
 from rftmega.config.renamed import RENAMED_TYPES, renamed
 from rftmega.config.schema import RewardConfig, RunConfig
 from rftmega.config.secrets import holds_secrets, interpolated, shown, without_credentials
-from rftmega.config.task_libraries import task_source
+from rftmega.config.task_libraries import GAMES, task_source
 from rftmega.config.tree import (
     AS_THE_POLICY,
     Plugins,
@@ -353,6 +353,11 @@ def _let_libraries_score(config: Any, given: Mapping[str, Any]) -> None:
     parsed = [task_source(source) for source in sources if source]
     libraries = sorted({source.library for source in parsed if source is not None})
     if not libraries:
+        return
+    if GAMES in libraries:  # the environment rewards
+        config.reward.exact_match = 0.0
+        if "trainer.eval_accuracy" not in given:
+            config.trainer.eval_accuracy = "game"
         return
     if None in parsed:
         scored = dict.fromkeys(libraries, {"task_library": 1.0})

@@ -7,6 +7,7 @@ import importlib.util
 import os
 import re
 import sys
+from collections.abc import Callable
 from difflib import get_close_matches
 from pathlib import Path
 from typing import NamedTuple
@@ -14,6 +15,7 @@ from typing import NamedTuple
 ADDRESS = re.compile(r"([\w-]+)://(.*)", re.DOTALL)
 ROOT = Path(__file__).parents[2]
 REQUIREMENTS = Path(__file__).parents[1] / "requirements"
+GAMES = "textarena"
 WORKER = "rftmega.sandbox.reasoning_gym_worker"
 
 
@@ -34,7 +36,10 @@ def _reasoning_gym() -> str:
 
 
 # library -> function that returns why its tasks can't be created in this Python, "" if they can
-LIBRARIES = {"reasoning_gym": _reasoning_gym}
+LIBRARIES: dict[str, Callable[[], str]] = {
+    "reasoning_gym": _reasoning_gym,
+    GAMES: lambda: "",  # installed in environment.python, which plays the games
+}
 
 
 def task_source(source: str | Path) -> TaskSource | None:

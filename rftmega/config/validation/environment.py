@@ -5,8 +5,10 @@ import shutil
 
 from rftmega.config.options.agents import Agent, Verifiers
 from rftmega.config.options.environments import Tools
+from rftmega.config.options.text_games import TextArena
 from rftmega.config.schema import RunConfig
 from rftmega.config.secrets import has_credentials
+from rftmega.config.task_libraries import GAMES, task_source
 from rftmega.config.user_code.functions import function_of
 from rftmega.core.errors import ConfigError
 
@@ -20,7 +22,13 @@ def environment(config: RunConfig) -> list[str]:
         return _agent(chosen)
     if isinstance(chosen, Verifiers):
         return _verifiers(chosen)
-    return []
+    named = [source for source in _sources(config) if (task_source(source) or ("",))[0] == GAMES]
+    if isinstance(chosen, TextArena):
+        return _textarena(chosen)
+    return [
+        f"{source}: a game needs environment.type=textarena, and environment.python (docs/tasks.md)."
+        for source in named[:1]
+    ]
 
 
 def _tools(chosen: Tools) -> list[str]:
@@ -70,6 +78,20 @@ def _verifiers(chosen: Verifiers) -> list[str]:
             "requirements/verifiers.txt (docs/agents.md)."
         )
     return found
+
+
+def _textarena(chosen: TextArena) -> list[str]:
+    if chosen.python and shutil.which(chosen.python) is not None:
+        return []
+    return [
+        f"environment.python={chosen.python or '(empty)'} is no program. Give the Python of a virtual environment in which "
+        "textarena is installed (docs/tasks.md)."
+    ]
+
+
+def _sources(config: RunConfig) -> list[str]:
+    data = config.data
+    return [data.train, *data.sources, *data.held_out.values()]
 
 
 def _missing(reference: str, option: str) -> str:

@@ -6,8 +6,10 @@ import subprocess
 import tempfile
 from collections.abc import Iterator
 from typing import Any
+from urllib.parse import parse_qsl
 
 from rftmega.config.task_libraries import (
+    GAMES,
     TaskSource,
     refusal,
     worker_command,
@@ -31,6 +33,9 @@ def library_records(name: str, source: TaskSource) -> Iterator[tuple[str, Record
     """
     if why := refusal(source):
         raise DataError(f"{name}: {why}")
+    if source.library == GAMES:
+        yield from _games(name, source.tasks)
+        return
     for told in _told(name, source.tasks):
         if "error" in told:
             raise DataError(f"{name}: {told['error']}")
@@ -52,6 +57,30 @@ def library_records(name: str, source: TaskSource) -> Iterator[tuple[str, Record
                 "task_index": index,
             },
         )
+
+
+def _games(name: str, tasks: str) -> Iterator[tuple[str, Record]]:
+    """Yields (location, record) for each game that the environment textarena plays: `size` games
+    (500 by default) with the seeds from `seed` (0 by default). Other parameters are the game's.
+    """
+    game, _, query = tasks.partition("?")
+    given = {key: _literal(text) for key, text in parse_qsl(query, keep_blank_values=True)}
+    size, seed = given.pop("size", 500), given.pop("seed", 0)
+    for parameter, value in (("size", size), ("seed", seed)):
+        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+            raise DataError(f"{name}: {parameter}={value} must be a whole number, 0 or more.")
+    for number in range(seed, seed + size):
+        task = {"game": game, "seed": number, "parameters": given}
+        prompt = f"{game}, seed {number}"  # the environment asks
+        yield f"{name} game {number}", {"prompt": prompt, "label": "", "kind": GAMES, "task": task}
+
+
+def _literal(text: str) -> Any:
+    """Returns the number, truth value or text that a parameter of a game means."""
+    try:
+        return json.loads(text.lower())
+    except ValueError:
+        return text
 
 
 def _told(name: str, tasks: str) -> Iterator[dict[str, Any]]:
