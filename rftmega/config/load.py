@@ -354,7 +354,7 @@ def _let_libraries_score(config: Any, given: Mapping[str, Any]) -> None:
     libraries = sorted({source.library for source in parsed if source is not None})
     if not libraries:
         return
-    if GAMES in libraries:  # the environment rewards
+    if GAMES.keys() & set(libraries):  # the environment rewards
         config.reward.exact_match = 0.0
         if "trainer.eval_accuracy" not in given:
             config.trainer.eval_accuracy = "game"

@@ -28,7 +28,7 @@ from rftmega.config.options.environments import GivenEnvironment, SingleTurn, To
 from rftmega.config.options.parts import RewardPart
 from rftmega.config.options.scoring_models import ScoringModel
 from rftmega.config.options.secrecy import SecretText
-from rftmega.config.options.text_games import TextArena
+from rftmega.config.options.text_games import OpenEnv, TextArena
 from rftmega.config.user_code.functions import name_of
 
 
@@ -1008,9 +1008,10 @@ class RunConfig:
     reward: RewardConfig = field(default_factory=RewardConfig)
 
     environment: Annotated[
-        SingleTurn | Tools | Agent | Verifiers | TextArena | GivenEnvironment, Discriminator("type")
+        SingleTurn | Tools | Agent | Verifiers | TextArena | OpenEnv | GivenEnvironment,
+        Discriminator("type"),
     ] = field(default_factory=SingleTurn)
-    """Environment that runs the rollouts: single-turn, with tools, an agent, or a game."""
+    """Environment that runs the rollouts: single-turn, with tools, an agent, a game, or a server of OpenEnv."""
 
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)

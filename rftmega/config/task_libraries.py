@@ -15,7 +15,8 @@ from typing import NamedTuple
 ADDRESS = re.compile(r"([\w-]+)://(.*)", re.DOTALL)
 ROOT = Path(__file__).parents[2]
 REQUIREMENTS = Path(__file__).parents[1] / "requirements"
-GAMES = "textarena"
+# libraries that environment.type plays, installed in environment.python -> package
+GAMES = {"textarena": "textarena", "openenv": "openenv-core"}
 WORKER = "rftmega.sandbox.reasoning_gym_worker"
 
 
@@ -38,7 +39,7 @@ def _reasoning_gym() -> str:
 # library -> function that returns why its tasks can't be created in this Python, "" if they can
 LIBRARIES: dict[str, Callable[[], str]] = {
     "reasoning_gym": _reasoning_gym,
-    GAMES: lambda: "",  # installed in environment.python, which plays the games
+    **dict.fromkeys(GAMES, lambda: ""),
 }
 
 

@@ -9,7 +9,7 @@ from rftmega.core.types import Prompt
 from rftmega.environments import (  # noqa: F401  they register
     given,
     single_turn,
-    textarena,
+    text_games,
     tool_environment,
 )
 from rftmega.environments.agents import agent, verifiers  # noqa: F401  they register

@@ -5,7 +5,7 @@ import shutil
 
 from rftmega.config.options.agents import Agent, Verifiers
 from rftmega.config.options.environments import Tools
-from rftmega.config.options.text_games import TextArena
+from rftmega.config.options.text_games import OpenEnv, TextArena
 from rftmega.config.schema import RunConfig
 from rftmega.config.secrets import has_credentials
 from rftmega.config.task_libraries import GAMES, task_source
@@ -22,13 +22,14 @@ def environment(config: RunConfig) -> list[str]:
         return _agent(chosen)
     if isinstance(chosen, Verifiers):
         return _verifiers(chosen)
-    named = [source for source in _sources(config) if (task_source(source) or ("",))[0] == GAMES]
-    if isinstance(chosen, TextArena):
-        return _textarena(chosen)
-    return [
-        f"{source}: a game needs environment.type=textarena, and environment.python (docs/tasks.md)."
-        for source in named[:1]
-    ]
+    found = _text_game(chosen) if isinstance(chosen, TextArena | OpenEnv) else []
+    for source in _sources(config):
+        library = task_source(source)
+        if library is not None and library.library in GAMES and chosen.type != library.library:
+            return [
+                f"{source} needs environment.type={library.library}, and environment.python (docs/tasks.md)."
+            ]
+    return found
 
 
 def _tools(chosen: Tools) -> list[str]:
@@ -80,12 +81,12 @@ def _verifiers(chosen: Verifiers) -> list[str]:
     return found
 
 
-def _textarena(chosen: TextArena) -> list[str]:
+def _text_game(chosen: TextArena | OpenEnv) -> list[str]:
     if chosen.python and shutil.which(chosen.python) is not None:
         return []
     return [
         f"environment.python={chosen.python or '(empty)'} is no program. Give the Python of a virtual environment in which "
-        "textarena is installed (docs/tasks.md)."
+        f"{GAMES[chosen.type]} is installed (docs/tasks.md)."
     ]
 
 

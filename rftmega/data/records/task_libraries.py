@@ -33,8 +33,8 @@ def library_records(name: str, source: TaskSource) -> Iterator[tuple[str, Record
     """
     if why := refusal(source):
         raise DataError(f"{name}: {why}")
-    if source.library == GAMES:
-        yield from _games(name, source.tasks)
+    if source.library in GAMES:
+        yield from _games(name, source)
         return
     for told in _told(name, source.tasks):
         if "error" in told:
@@ -59,11 +59,11 @@ def library_records(name: str, source: TaskSource) -> Iterator[tuple[str, Record
         )
 
 
-def _games(name: str, tasks: str) -> Iterator[tuple[str, Record]]:
-    """Yields (location, record) for each game that the environment textarena plays: `size` games
+def _games(name: str, source: TaskSource) -> Iterator[tuple[str, Record]]:
+    """Yields (location, record) for each game that the environment of the library plays: `size` games
     (500 by default) with the seeds from `seed` (0 by default). Other parameters are the game's.
     """
-    game, _, query = tasks.partition("?")
+    game, _, query = source.tasks.partition("?")
     given = {key: _literal(text) for key, text in parse_qsl(query, keep_blank_values=True)}
     size, seed = given.pop("size", 500), given.pop("seed", 0)
     for parameter, value in (("size", size), ("seed", seed)):
@@ -72,7 +72,10 @@ def _games(name: str, tasks: str) -> Iterator[tuple[str, Record]]:
     for number in range(seed, seed + size):
         task = {"game": game, "seed": number, "parameters": given}
         prompt = f"{game}, seed {number}"  # the environment asks
-        yield f"{name} game {number}", {"prompt": prompt, "label": "", "kind": GAMES, "task": task}
+        yield (
+            f"{name} game {number}",
+            {"prompt": prompt, "label": "", "kind": source.library, "task": task},
+        )
 
 
 def _literal(text: str) -> Any:

@@ -1,4 +1,4 @@
-"""TextArenaEnvironment plays single-player games of the library TextArena."""
+"""TextGameEnvironment plays single-player games of TextArena, and uses environments of OpenEnv."""
 
 import asyncio
 import itertools
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rftmega.config.options.parts import implements
-from rftmega.config.options.text_games import TextArena
+from rftmega.config.options.text_games import OpenEnv, TextArena
 from rftmega.core.errors import ConfigError, ContextTooLong, DataError, InfrastructureFault
 from rftmega.core.interfaces import Model
 from rftmega.core.types import Prompt, Rollout
@@ -20,17 +20,18 @@ from rftmega.data.chat.renderer import ConversationRenderer
 from rftmega.environments.agents.threads import in_thread
 from rftmega.environments.agents.verifiers import Worker
 
-WORKER = Path(__file__).with_name("textarena_worker.py")
+WORKER = Path(__file__).with_name("text_game_worker.py")
 REWARD = "game"  # name of the reward that a game gives
 
 
+@implements(OpenEnv)
 @implements(TextArena)
-class TextArenaEnvironment:
-    """TextArenaEnvironment plays one game per rollout: what the game shows is a user message, and a
-    completion is a move. The reward "game" is the game's own, 0 if it is not over.
+class TextGameEnvironment:
+    """TextGameEnvironment plays one game per rollout: what the game shows is a user message, and a
+    completion is a move. The reward "game" is the game's own.
     """
 
-    def __init__(self, options: TextArena, tokenizer: Any):
+    def __init__(self, options: TextArena | OpenEnv, tokenizer: Any):
         self.options = options
         self.renderer = ConversationRenderer.of(tokenizer, options.renderer)
         self.stop_ids: Sequence[int] = self.renderer.stop_ids
@@ -42,7 +43,7 @@ class TextArenaEnvironment:
         """Raises DataError for a prompt that is no game, and ConfigError if the game can't be
         started in environment.python.
         """
-        command = [self.options.python, str(WORKER), "check", json.dumps(_game_of(task))]
+        command = [*self.command("check"), json.dumps(self._game_of(task))]
         try:
             done = subprocess.run(
                 command, capture_output=True, text=True, timeout=self.options.start_seconds
@@ -51,13 +52,13 @@ class TextArenaEnvironment:
             raise ConfigError(f"environment.python={self.options.python}: {error}.") from error
         if done.returncode or done.stdout:
             why = done.stdout or done.stderr.strip()[-400:]
-            raise ConfigError(f"environment.type=textarena, {self.options.python}: {why}")
+            raise ConfigError(f"environment.type={self.options.type}, {self.options.python}: {why}")
 
     async def run(self, task: Prompt, model: Model) -> Rollout:
         """Plays the game of a task. Raises InfrastructureFault if its process fails."""
         worker, rollout = await self._ready(), str(next(self._rollouts))
         try:
-            begun = await self._asked(worker, {"rollout": rollout, "task": _game_of(task)})
+            begun = await self._asked(worker, {"rollout": rollout, "task": self._game_of(task)})
             if "error" in begun:
                 raise InfrastructureFault(str(begun["error"]))
             conversation = self._conversation(begun["observation"])
@@ -100,6 +101,8 @@ class TextArenaEnvironment:
                 return told
             action = str(self.renderer.message(reply).get("content") or "")
             told = await self._asked(worker, {"rollout": rollout, "action": action})
+            if "error" in told:
+                raise InfrastructureFault(str(told["error"]))
             if told["done"] or conversation.turns == self.options.max_turns:
                 return told
             conversation.reply([{"role": "user", "content": told["observation"]}])
@@ -116,7 +119,7 @@ class TextArenaEnvironment:
         except TimeoutError as error:
             await in_thread(worker.close)  # one game holds up all others
             raise InfrastructureFault(
-                f"a game of TextArena took over {self.options.seconds:g} s for a reply (environment.seconds)"
+                f"a reply of {self.options.type} took over {self.options.seconds:g} s (environment.seconds)"
             ) from error
 
     async def _ready(self) -> Worker:
@@ -125,18 +128,23 @@ class TextArenaEnvironment:
             self._starting = asyncio.Lock()
         async with self._starting:
             if self._worker is None or not self._worker.alive:
-                command = [self.options.python, str(WORKER), "play"]
-                seconds = self.options.start_seconds
-                self._worker = await in_thread(Worker, command, seconds, "TextArena")
+                command, library = self.command("play"), self.options.type
+                self._worker = await in_thread(Worker, command, self.options.start_seconds, library)
             return self._worker
 
+    def command(self, what: str) -> list[str]:
+        """Returns the command of the process that plays (`what`: play), or checks a game (check)."""
+        return [self.options.python, str(WORKER), self.options.type, what]
 
-def _game_of(task: Prompt) -> dict[str, Any]:
-    """Returns the game of a task, {"game", "seed", "parameters"}. Raises DataError if it has none."""
-    record = json.loads(task.record) if task.record else {}
-    game = record.get("task")
-    if not isinstance(game, dict) or not {"game", "seed", "parameters"} <= game.keys():
-        raise DataError(
-            f"prompt {task.index} is no game of TextArena: set data.train=textarena://GAME?size=500 (docs/tasks.md)."
-        )
-    return game
+    def _game_of(self, task: Prompt) -> dict[str, Any]:
+        """Returns the game of a task as the process takes it. Raises DataError if there is none."""
+        record, library = json.loads(task.record) if task.record else {}, self.options.type
+        game = record.get("task")
+        if not isinstance(game, dict) or not {"game", "seed", "parameters"} <= game.keys():
+            raise DataError(
+                f"prompt {task.index} is no game of {library}: set data.train={library}://GAME?size=500 (docs/tasks.md)."
+            )
+        if isinstance(self.options, OpenEnv):
+            keys = {name: getattr(self.options, name) for name in ("action_key", "observation_key")}
+            return game | keys
+        return game
