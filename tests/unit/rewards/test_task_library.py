@@ -1,5 +1,6 @@
 """A task library scores the answers to its tasks, whatever a completion contains."""
 
+import importlib.util
 import json
 import sys
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ from rftmega.config import RewardConfig, RunConfig
 from rftmega.config.task_libraries import worker_command
 from rftmega.core.errors import DataError
 from rftmega.core.types import Prompt
+from rftmega.data.records import records
 from rftmega.rewards import check_prompts
 from rftmega.rewards.answer import answer_of
 from rftmega.rewards.part import Answer, Undecided
@@ -114,3 +116,24 @@ def test_a_record_of_a_file_that_only_a_library_would_score_is_refused_before_th
     prompts = [Prompt((1,), "4", record=RECORD), Prompt((1,), "4", index=1)]
     with pytest.raises(DataError, match=r"prompt 1\).*reward.recipe=\{reasoning_gym:"):
         check_prompts(RewardConfig(exact_match=0.0, task_library=1.0), prompts)
+
+
+@pytest.mark.ranks
+def test_reasoning_gym_itself_creates_the_same_tasks_and_scores_its_own_answers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Tasks of word_ladder depend on the order of a set, and polynomials are read by SymPy."""
+    if importlib.util.find_spec("reasoning_gym") is None:
+        pytest.skip("pip install --no-deps -r requirements/reasoning_gym.txt")
+    part = TaskLibraryPart(answer_of(""), workers=1)
+    for name in ("chain_sum", "word_ladder", "polynomial_multiplication"):
+        found = []
+        for seed in ("1", "2"):
+            monkeypatch.setenv("PYTHONHASHSEED", seed)
+            found.append([record for _, record in records(f"reasoning_gym://{name}?size=4")])
+        assert found[0] == found[1]
+        tasks = [json.dumps(record) for record in found[0]]
+        own = [Answer(json.loads(task)["answer"], "", record=task) for task in tasks]
+        assert part(own) == [1.0] * len(own)
+        assert part([Answer("no", "", record=task) for task in tasks]) != [1.0] * len(own)
+    part.pool.close()
