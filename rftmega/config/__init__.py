@@ -25,6 +25,7 @@ from rftmega.config.schema import (
 )
 from rftmega.config.secrets import without_secrets
 from rftmega.config.sources import LONGEST_CYCLE, shares, split_source
+from rftmega.config.task_libraries import task_source
 
 __all__ = [
     "COLUMNS_OF_A_SCALE",
@@ -53,6 +54,7 @@ __all__ = [
     "served_rank",
     "shares",
     "split_source",
+    "task_source",
     "why_merged",
     "without_secrets",
 ]

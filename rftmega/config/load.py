@@ -20,8 +20,9 @@ from rftmega.config.names import unknown
 from rftmega.config.paths import is_recipe_path, misplaced
 from rftmega.config.plugins import plugin_parts
 from rftmega.config.renamed import RENAMED_TYPES, renamed
-from rftmega.config.schema import RunConfig
+from rftmega.config.schema import RewardConfig, RunConfig
 from rftmega.config.secrets import holds_secrets, interpolated, shown, without_credentials
+from rftmega.config.task_libraries import GAMES, task_source
 from rftmega.config.tree import (
     AS_THE_POLICY,
     Plugins,
@@ -43,7 +44,8 @@ MOST_BITS = 1023  # maximum for an integer that a float can hold
 MISSING = "???"  # OmegaConf's marker of a missing value
 DEEPEST = 8  # maximum nesting of sections
 # reward components that judge correctness, as exact_match does
-JUDGES = ("math", "multiple_choice", "code")
+JUDGES = ("math", "multiple_choice", "code", "task_library")
+REWARDS = ("recipe", "functions", "custom", "model", "cost", "majority")  # beside the components
 MEANT = {
     int: "a whole number",
     float: "a number",
@@ -191,6 +193,8 @@ def _fill_in(config: Any, given: Mapping[str, Any], known: Sequence[str]) -> Non
     for name in known:
         if name.startswith(AS_THE_POLICY) and f"critic.{name}" not in given:
             OmegaConf.update(config, f"critic.{name}", OmegaConf.select(config, name))
+    if not _names_a_reward(config, given):
+        _let_libraries_score(config, given)
     if "reward.exact_match" not in given and _judged_otherwise(config):
         config.reward.exact_match = 0.0
     if config.reward.functions and not _compares_with_labels(config):
@@ -332,6 +336,36 @@ def _judged_otherwise(config: Any) -> bool:
     read = config.algorithm.task == "rl" and not config.reward.recipe and not config.reward.majority
     parts = (*JUDGES, "functions")
     return read and any(OmegaConf.select(config, f"reward.{part}") for part in parts)
+
+
+def _names_a_reward(config: Any, given: Mapping[str, Any]) -> bool:
+    """Returns whether `given`, the options that the user set, choose a reward, or the run has none."""
+    names = (*RewardConfig.built_in(), *REWARDS)
+    return config.algorithm.task != "rl" or any(given.get(f"reward.{name}") for name in names)
+
+
+def _let_libraries_score(config: Any, given: Mapping[str, Any]) -> None:
+    """Lets the libraries of tasks (data.train=reasoning_gym://...) score the answers to their tasks;
+    records of files are compared with their labels. `given`: the options that the user set.
+    """
+    data = config.data
+    sources = [data.train, *data.sources, data.eval, *data.evals.values()]
+    parsed = [task_source(source) for source in sources if source]
+    libraries = sorted({source.library for source in parsed if source is not None})
+    if not libraries:
+        return
+    if GAMES.keys() & set(libraries):  # the environment rewards
+        config.reward.exact_match = 0.0
+        if "trainer.eval_accuracy" not in given:
+            config.trainer.eval_accuracy = "game"
+        return
+    if None in parsed:
+        scored = dict.fromkeys(libraries, {"task_library": 1.0})
+        config.reward.recipe = {"": {"exact_match": 1.0}} | scored
+        return
+    config.reward.task_library = 1.0
+    if "trainer.eval_accuracy" not in given and (data.eval or data.evals):
+        config.trainer.eval_accuracy = "task_library"
 
 
 def _compares_with_labels(config: Any) -> bool:

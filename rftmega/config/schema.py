@@ -28,6 +28,7 @@ from rftmega.config.options.environments import GivenEnvironment, SingleTurn, To
 from rftmega.config.options.parts import RewardPart
 from rftmega.config.options.scoring_models import ScoringModel
 from rftmega.config.options.secrecy import SecretText
+from rftmega.config.options.text_games import OpenEnv, TextArena
 from rftmega.config.user_code.functions import name_of
 
 
@@ -344,8 +345,9 @@ class RolloutConfig:
 class DataConfig:
     train: str = ""
     """Training data: .jsonl, .jsonl.gz, .json, .csv, .parquet or .arrow, a folder saved by
-    `datasets` ("folder#train": one split of several), a data set of the Hub (org/name#train), or a
-    Python function that yields dicts (my.py:rows).
+    `datasets` ("folder#train": one split of several), a data set of the Hub (org/name#train), a
+    Python function that yields dicts (my.py:rows), or tasks that a library creates
+    (reasoning_gym://chain_sum?size=5000, docs/tasks.md).
     """
 
     sources: dict[str, float] = field(default_factory=dict)
@@ -499,8 +501,8 @@ class ShapingConfig:
 class RewardConfig:
     exact_match: float = 1.0
     """Weight of exact match: the answer equals the label (except for surrounding white space). Its
-    default is 0 if reward.functions, math, multiple_choice or code is used, which judge correctness
-    as well.
+    default is 0 if reward.functions, math, multiple_choice, code or task_library is used, which
+    judge correctness as well.
     """
 
     exact_match_ignore_case: bool = False
@@ -511,8 +513,8 @@ class RewardConfig:
 
     answer_pattern: str = ""
     """Regular expression whose last match in a response (its first group, if it has one) is the
-    answer that exact_match and majority compare; without a match there is no answer. Empty: the
-    whole response.
+    answer that exact_match and majority compare and task_library scores; without a match there is
+    no answer. Empty: the whole response.
     """
 
     reasoning_markers: list[str] = field(default_factory=list)
@@ -543,6 +545,11 @@ class RewardConfig:
     (docs/rewards.md).
     """
 
+    task_library: float = 0.0
+    """Weight of the score that the library of a task gives to the answer (docs/tasks.md). Its default
+    is 1 if all data are tasks of a library (reasoning_gym://...) and no other reward is given.
+    """
+
     code_seconds: Positive = 10.0
     """Wall-clock limit of all tests of one response together."""
 
@@ -561,7 +568,7 @@ class RewardConfig:
     """
 
     workers: Count = 2
-    """Number of responses that the math component and the code component each score in parallel,
+    """Number of responses that the components math, code and task_library each score in parallel,
     each in a process of its own.
     """
 
@@ -682,7 +689,10 @@ class RewardConfig:
     @staticmethod
     def built_in() -> tuple[str, ...]:
         """Returns the names of the built-in components, each of which is an option with a weight."""
-        return ("exact_match", "format", "math", "multiple_choice", "code", "remote", "judge")
+        return (
+            *("exact_match", "format", "math", "multiple_choice", "code", "task_library"),
+            *("remote", "judge"),
+        )
 
     def parts(self) -> tuple[str, ...]:
         """Returns the names of all reward components, user-defined ones last."""
@@ -703,7 +713,7 @@ class RewardConfig:
     @property
     def reads_columns(self) -> bool:
         """Returns whether any reward component reads the columns of the data set."""
-        return bool(self.functions or self.custom or "judge" in self.used())
+        return bool(self.functions or self.custom or self.used() & {"judge", "task_library"})
 
     def weights(self) -> dict[str, float]:
         """Returns component -> weight for a config without reward.recipe."""
@@ -998,9 +1008,10 @@ class RunConfig:
     reward: RewardConfig = field(default_factory=RewardConfig)
 
     environment: Annotated[
-        SingleTurn | Tools | Agent | Verifiers | GivenEnvironment, Discriminator("type")
+        SingleTurn | Tools | Agent | Verifiers | TextArena | OpenEnv | GivenEnvironment,
+        Discriminator("type"),
     ] = field(default_factory=SingleTurn)
-    """Environment that runs the rollouts: single-turn, with tools, or an agent."""
+    """Environment that runs the rollouts: single-turn, with tools, an agent, a game, or a server of OpenEnv."""
 
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)

@@ -16,13 +16,16 @@ from omegaconf.errors import OmegaConfBaseException
 
 from rftmega.config.options.secrecy import Hidden, Interpolated
 from rftmega.config.schema import RunConfig
+from rftmega.config.task_libraries import LIBRARIES
 from rftmega.config.tree import Plugins, hints, listed, walk
 
 NOT_STORED = "(not stored)"
-USER = re.compile(r"(?<=://)\S*@")
+# tasks of a library (reasoning_gym://chain_sum?size=5) are no URL, and their parameters no secrets
+_OF_URL = "".join(f"(?<!{library})" for library in LIBRARIES)
+USER = re.compile(rf"({_OF_URL}://)\S*@")
 # of a URL, up to the quotes and brackets that close the text around it
 _END = r"[\"'\])}.,:;]*(?:\s|$)"
-QUERY = re.compile(rf"(://[^\s?]*)\?(?!\.\.\.{_END})\S*?(?={_END})")
+QUERY = re.compile(rf"({_OF_URL}://[^\s?]*)\?(?!\.\.\.{_END})\S*?(?={_END})")
 # reference to a variable or option, without a default, which may be the secret itself
 REFERENCE = re.compile(r"\$\{(oc\.env:)?[\w.]+\}")
 
@@ -61,7 +64,7 @@ def stored(value: Any, hint: Any = None) -> Any:
 
 def without_credentials(text: str) -> str:
     """Returns `text` with user, password and query removed from the URLs in it."""
-    return QUERY.sub(r"\1?...", USER.sub("", text))
+    return QUERY.sub(r"\1?...", USER.sub(r"\1", text))
 
 
 def has_credentials(address: str) -> bool:

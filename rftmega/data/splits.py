@@ -2,11 +2,12 @@
 name.
 """
 
+import logging
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
-from rftmega.config import RunConfig
+from rftmega.config import RunConfig, task_source
 from rftmega.core.errors import DataError
 from rftmega.core.types import Prompt, Rows
 from rftmega.data.media.audio_processor import AudioProcessor
@@ -15,9 +16,12 @@ from rftmega.data.patches import check_patches
 from rftmega.data.preference import load_preferences, pair_rows
 from rftmega.data.prompt_images import HasMedia, check_images
 from rftmega.data.prompts import load_prompts
+from rftmega.data.records.epochs import Examples
 from rftmega.data.sampler import PromptOrder, order_of
 from rftmega.data.supervised import Example, load_supervised, rows_of
 from rftmega.data.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
 
 
 def prompts_of(
@@ -39,10 +43,49 @@ def prompts_of(
     """
     media = MediaOptions.of(config)
     load = partial(_prompts, config, tokenizer, media, check, rank, ranks, most)
+
+    @cache
+    def held_out() -> dict[str, list[Prompt]]:
+        return {name: load(source) for name, source in config.data.held_out.items()}
+
+    def load_training(source: str) -> list[Prompt]:
+        found = load(source)
+        if task_source(source) is None or most is not None:
+            return found
+        return _without(found, source, [each for own in held_out().values() for each in own])
+
     order = order_of(
-        config.data, load, batch_size=config.trainer.prompts_per_step, seed=config.trainer.seed
+        config.data,
+        load_training,
+        batch_size=config.trainer.prompts_per_step,
+        seed=config.trainer.seed,
     )
-    return order, {name: load(source) for name, source in config.data.held_out.items()}
+    return order, held_out()
+
+
+def _without(prompts: list[Prompt], source: str, held_out: Sequence[Prompt]) -> list[Prompt]:
+    """Returns `prompts`, of the task library's `source`, without those that occur in `held_out`, and
+    logs how many. A library's tasks of two seeds may overlap: some add the seed to the task's number.
+
+    Raises DataError if no prompt is left.
+    """
+    assert isinstance(prompts, Examples)
+    known = {prompt.token_ids for prompt in held_out}
+    left = prompts.where(lambda prompt: prompt.token_ids not in known)
+    dropped = len(prompts) - len(left)
+    if dropped:
+        log.info(
+            "%s: left out %d of %d tasks, which are held out for evaluation",
+            source,
+            dropped,
+            len(prompts),
+        )
+    if not left:
+        raise DataError(
+            f"{source}: each of its {len(prompts)} tasks is held out for evaluation (data.eval). Raise its size, "
+            "or lower that of data.eval."
+        )
+    return left
 
 
 def held_out_of(

@@ -6,7 +6,12 @@ from typing import Any
 from rftmega.config.options.parts import IMPLEMENTATIONS, EnvironmentPart
 from rftmega.core.interfaces import Environment
 from rftmega.core.types import Prompt
-from rftmega.environments import given, single_turn, tool_environment  # noqa: F401  they register
+from rftmega.environments import (  # noqa: F401  they register
+    given,
+    single_turn,
+    text_games,
+    tool_environment,
+)
 from rftmega.environments.agents import agent, verifiers  # noqa: F401  they register
 
 

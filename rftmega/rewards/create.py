@@ -22,6 +22,7 @@ from rftmega.rewards.mix import MixedReward, parts_of, unknown_kind, weights_of
 from rftmega.rewards.part import Decode, Part, each
 from rftmega.rewards.reasoning import Reasoning
 from rftmega.rewards.remote import RemotePart
+from rftmega.rewards.task_library import TaskLibraryPart, is_of_library
 
 PARTS: dict[str, Callable[[RewardConfig, Decode], Part]] = {
     "code": lambda config, decode: CodePart(
@@ -40,6 +41,9 @@ PARTS: dict[str, Callable[[RewardConfig, Decode], Part]] = {
     "format": lambda config, decode: each(format_rule(config.format_pattern)),
     "math": lambda config, decode: MathPart(workers=config.workers, seconds=config.math_seconds),
     "multiple_choice": lambda config, decode: each(multiple_choice.multiple_choice),
+    "task_library": lambda config, decode: TaskLibraryPart(
+        answer_of(config.answer_pattern), workers=config.workers
+    ),
     "remote": lambda config, decode: RemotePart(
         config.remote_url,
         decode,
@@ -55,6 +59,7 @@ EXTRACTORS: dict[str, Callable[[RewardConfig, Any], Callable[[str], str | None]]
     "exact_match": lambda config, part: answer_of(config.answer_pattern),
     "math": lambda config, part: part.answer_in,
     "multiple_choice": lambda config, part: multiple_choice.chosen_letter,
+    "task_library": lambda config, part: part.answer_in,
 }
 # component -> function that returns label -> complaint for invalid labels
 LABELS: dict[str, Callable[[RewardConfig, Iterable[str]], dict[str, str]]] = {
@@ -114,7 +119,7 @@ def check_prompts(config: RewardConfig, prompts: Iterable[Prompt]) -> None:
                 for kind, n in sorted(unknown.items())
             )
         )
-    problems = _unreadable(config, prompts)
+    problems = _unreadable(config, prompts) + _without_scorer(config, prompts)
     functions = functions_of(config)
     problems += [
         f"reward.functions: {name} asks for {missing}, which is no column (prompt {prompt.index})."
@@ -124,6 +129,16 @@ def check_prompts(config: RewardConfig, prompts: Iterable[Prompt]) -> None:
     ]
     if problems:
         raise DataError.first_of(problems)
+
+
+def _without_scorer(config: RewardConfig, prompts: Sequence[Prompt]) -> list[str]:
+    """Returns one message per prompt that only its library could score, but that is of no library."""
+    return [
+        f"reward.task_library: this prompt is of no task library, so nothing would score it (prompt {prompt.index}). Give "
+        "weights by task type: reward.recipe={reasoning_gym: {task_library: 1}, '': {exact_match: 1}}."
+        for prompt in prompts
+        if weights_of(config, prompt.kind).keys() == {"task_library"} and not is_of_library(prompt)
+    ]
 
 
 def told(complaint: Callable[[str], str | None], labels: Iterable[str]) -> dict[str, str]:

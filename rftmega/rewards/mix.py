@@ -14,7 +14,7 @@ ALWAYS = (
     "exact_match"  # scored for every prompt with a label, even without weight: evaluation shows it
 )
 TURNS = "turns"  # the environment's turn rewards, with weight 1
-MAY_BE_UNDECIDED = ("math", "code", "judge")
+MAY_BE_UNDECIDED = ("math", "code", "judge", "task_library")
 OF_ALL = "format"  # sees reasoning, which its pattern may match
 
 

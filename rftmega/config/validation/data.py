@@ -6,6 +6,7 @@ from pathlib import Path
 
 from rftmega.config.schema import DataConfig, RunConfig
 from rftmega.config.sources import LONGEST_CYCLE, shares, split_source
+from rftmega.config.task_libraries import refusal, task_source
 from rftmega.core.errors import CheckpointError
 from rftmega.core.json_files import read_weight_map
 
@@ -94,21 +95,38 @@ def files(config: RunConfig) -> list[str]:
             f"critic.path={config.critic.path} holds no config.json. Give a Hugging Face folder."
         )
     data = config.data
+    found += _missing_sources(config)
+    template = data.chat_template_file
+    if template and not Path(template).is_file():
+        found.append(f"data.chat_template_file={template} is no file.")
+    return found
+
+
+def _missing_sources(config: RunConfig) -> list[str]:
+    """Returns a problem for each data source that is no file, and no tasks that a library can
+    create.
+    """
+    data, found = config.data, list[str]()
     named = [
         ("data.train=", data.train),
         *(("data.sources: ", source) for source in data.sources),
         ("data.eval=", data.eval),
+        ("data.ptx=", data.ptx),
+        *((f"data.evals.{name}=", source or " ") for name, source in data.evals.items()),
     ]
-    named.append(("data.ptx=", data.ptx))
-    named += [(f"data.evals.{name}=", source or " ") for name, source in data.evals.items()]
-    found += [
-        f"{name}{source} is not a file or folder."
-        for name, source in named
-        if source and not split_source(source)[0].exists()
-    ]
-    template = data.chat_template_file
-    if template and not Path(template).is_file():
-        found.append(f"data.chat_template_file={template} is no file.")
+    refused: set[str] = set()  # one message for all tasks of a library that is not installed
+    for name, source in named:
+        library = task_source(source)
+        if library is None:
+            if source and not split_source(source)[0].exists():
+                found.append(f"{name}{source} is not a file or folder.")
+        elif config.algorithm.task != "rl" or name == "data.ptx=":
+            found.append(
+                f"{name}{source}: tasks of a library have no completions to train on. Set algorithm.task=rl, or give a file."
+            )
+        elif (why := refusal(library)) and why not in refused:
+            refused.add(why)
+            found.append(f"{name}{source}: {why}")
     return found
 
 

@@ -5,8 +5,10 @@ import shutil
 
 from rftmega.config.options.agents import Agent, Verifiers
 from rftmega.config.options.environments import Tools
+from rftmega.config.options.text_games import OpenEnv, TextArena
 from rftmega.config.schema import RunConfig
 from rftmega.config.secrets import has_credentials
+from rftmega.config.task_libraries import GAMES, task_source
 from rftmega.config.user_code.functions import function_of
 from rftmega.core.errors import ConfigError
 
@@ -20,7 +22,14 @@ def environment(config: RunConfig) -> list[str]:
         return _agent(chosen)
     if isinstance(chosen, Verifiers):
         return _verifiers(chosen)
-    return []
+    found = _text_game(chosen) if isinstance(chosen, TextArena | OpenEnv) else []
+    for source in _sources(config):
+        library = task_source(source)
+        if library is not None and library.library in GAMES and chosen.type != library.library:
+            return [
+                f"{source} needs environment.type={library.library}, and environment.python (docs/tasks.md)."
+            ]
+    return found
 
 
 def _tools(chosen: Tools) -> list[str]:
@@ -70,6 +79,20 @@ def _verifiers(chosen: Verifiers) -> list[str]:
             "requirements/verifiers.txt (docs/agents.md)."
         )
     return found
+
+
+def _text_game(chosen: TextArena | OpenEnv) -> list[str]:
+    if chosen.python and shutil.which(chosen.python) is not None:
+        return []
+    return [
+        f"environment.python={chosen.python or '(empty)'} is no program. Give the Python of a virtual environment in which "
+        f"{GAMES[chosen.type]} is installed (docs/tasks.md)."
+    ]
+
+
+def _sources(config: RunConfig) -> list[str]:
+    data = config.data
+    return [data.train, *data.sources, *data.held_out.values()]
 
 
 def _missing(reference: str, option: str) -> str:

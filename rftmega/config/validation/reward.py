@@ -14,7 +14,7 @@ REWARD_OPTIONS = {  # option -> components that read it
     "code_seconds": ("code",),
     "code_memory_mib": ("code",),
     "code_tests_inside": ("code",),
-    "workers": ("math", "code"),
+    "workers": ("math", "code", "task_library"),
     "remote_url": ("remote",),
     "remote_timeout": ("remote",),
     "remote_retries": ("remote",),

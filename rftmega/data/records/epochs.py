@@ -6,7 +6,7 @@ import functools
 import hashlib
 import random
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -23,6 +23,15 @@ class Examples(list[T]):
     def __init__(self, examples: Sequence[T], identities: Sequence[int]):
         super().__init__(examples)
         self.identities = identities
+
+    def where(self, holds: Callable[[T], bool]) -> "Examples[T]":
+        """Returns the examples for which `holds` is true, in their order."""
+        kept = [
+            (example, identity)
+            for example, identity in zip(self, self.identities, strict=True)
+            if holds(example)
+        ]
+        return Examples([example for example, _ in kept], [identity for _, identity in kept])
 
 
 class Epochs(Generic[T]):

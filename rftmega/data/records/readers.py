@@ -1,6 +1,7 @@
 """Readers of dataset files in all supported formats.
 
-The suffix determines the format. A folder is one that `datasets` wrote with save_to_disk;
+The suffix determines the format. "LIBRARY://TASKS" are tasks that a library creates
+(task_libraries.py). A folder is one that `datasets` wrote with save_to_disk;
 "folder#train" is one split of a DatasetDict. "file.py:rows" is a user's function that returns
 records.
 """
@@ -18,10 +19,11 @@ from typing import Any
 import pyarrow as pa
 from pyarrow import parquet
 
-from rftmega.config import split_source
+from rftmega.config import split_source, task_source
 from rftmega.config.user_code.python_files import module_of
 from rftmega.core.errors import ConfigError, DataError
 from rftmega.core.json_files import NotJSON, parse_json
+from rftmega.data.records.task_libraries import library_records
 from rftmega.data.records.values import Record
 
 ROWS_AT_ONCE = 1024
@@ -39,6 +41,9 @@ def records(source: str | Path) -> Iterator[tuple[str, Record | DataError]]:
     caller can list all such lines. Raises DataError for an unknown format or split, and for a file
     that is corrupt or truncated.
     """
+    if (library := task_source(source)) is not None:
+        yield from library_records(str(source), library)
+        return
     path, split = split_source(source)
     try:
         yield from _reader(path, split)(path)

@@ -25,16 +25,18 @@ STOP_SECONDS = 5.0
 
 
 class Worker:
-    """Worker is a process that runs rollouts of the verifiers library concurrently; requests and
-    replies are lines of JSON on its standard streams.
+    """Worker is a process that runs rollouts of a library, such as verifiers, concurrently; requests
+    and replies are lines of JSON on its standard streams.
     """
 
-    def __init__(self, command: Sequence[str], seconds: float):
-        """Starts the process with `command` and waits until it is ready.
+    def __init__(self, command: Sequence[str], seconds: float, library: str = "verifiers"):
+        """Starts the process with `command` and waits until it is ready. `library`: its name, for
+        errors.
 
         Raises InfrastructureFault if the process is not ready within `seconds`. Its error output
         goes to the standard error of this process.
         """
+        self._library = library
         self._lock = threading.Lock()
         self._numbers = itertools.count()
         self._waiting: dict[int, tuple[asyncio.AbstractEventLoop, asyncio.Future[Any]]] = {}
@@ -47,11 +49,11 @@ class Worker:
             text=True,
             start_new_session=True,
         )
-        threading.Thread(target=self._read, name="verifiers", daemon=True).start()
+        threading.Thread(target=self._read, name=library, daemon=True).start()
         if not self._ready.wait(seconds) or not self.alive:
             self.close()
             raise InfrastructureFault(
-                f"the process of verifiers did not come up in {seconds:g} s (environment.start_seconds); what it complained of "
+                f"the process of {library} did not come up in {seconds:g} s (environment.start_seconds); what it complained of "
                 f"is in the log. It was {' '.join(command[:4])} ..."
             )
 
@@ -130,7 +132,7 @@ class Worker:
 
     def _gone(self) -> InfrastructureFault:
         code = self._process.poll()
-        return InfrastructureFault(f"the process of verifiers is gone (exit status {code})")
+        return InfrastructureFault(f"the process of {self._library} is gone (exit status {code})")
 
 
 @implements(Verifiers)

@@ -28,7 +28,8 @@ OF_ROLLOUT = (
     *("samples_per_prompt", "train_samples_per_prompt", "order", "ahead", "on_update"),
     *("router_replay", "temperature"),
 )
-PARTS = ("exact_match", "math", "multiple_choice", "code", "judge")  # that --rewards may name
+# components that --rewards may name
+PARTS = ("exact_match", "math", "multiple_choice", "code", "task_library", "judge")
 
 
 class Candidate(NamedTuple):

@@ -185,6 +185,7 @@ OPTIONS: dict[str, Live] = {
     "reward.code_memory_mib": Live("64", ("data.label_key=tests", "reward.code=1"), dead=()),
     "reward.code_tests_inside": Live("true", ("data.label_key=tests", "reward.code=1"), dead=()),
     "reward.workers": Live("3", ("reward.math=1",), dead=()),
+    "reward.task_library": Live("1", ("reward.exact_match=2",), dead=MAJORITY),
     "reward.remote": Live("1", REMOTE[1:], dead=MAJORITY),
     "reward.remote_url": Live("http://localhost:8", REMOTE, dead=()),
     "reward.remote_timeout": Live("3", REMOTE, dead=()),
@@ -451,6 +452,19 @@ OF_ENVIRONMENTS = {
     "options of verifiers": ("unit/environments/agents/test_verifiers.py", "options"),
     "seconds of verifiers": ("unit/environments/agents/test_verifiers.py", "seconds"),
     "start_seconds of verifiers": ("unit/environments/agents/test_verifiers.py", "start_seconds"),
+    "python of textarena": ("unit/environments/test_text_games.py", "python="),
+    "max_turns of textarena": ("unit/environments/test_text_games.py", "max_turns=2"),
+    "max_turn_tokens of textarena": ("unit/environments/test_text_games.py", "max_turn_tokens=1"),
+    "seconds of textarena": ("unit/environments/test_text_games.py", "seconds=1.0"),
+    "start_seconds of textarena": ("unit/environments/test_text_games.py", "start_seconds"),
+    "renderer of textarena": ("unit/data/chat/test_renderer.py", "renderer="),
+    **{
+        f"{name} of openenv": ("unit/environments/test_text_games.py", name)
+        for name in ("python", "max_turns", "max_turn_tokens", "seconds", "start_seconds")
+    },
+    "action_key of openenv": ("unit/environments/test_text_games.py", "action_key"),
+    "observation_key of openenv": ("unit/environments/test_text_games.py", "observation_key"),
+    "renderer of openenv": ("unit/data/chat/test_renderer.py", "renderer="),
     **{
         f"{name} of {part}": ("unit/data/chat/test_renderer.py", f"{name}=")
         for name in ("renderer", "tool_parser")

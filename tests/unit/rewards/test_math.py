@@ -10,8 +10,9 @@ from rftmega.core.errors import DataError
 from rftmega.core.types import Prompt
 from rftmega.rewards import check_prompts
 from rftmega.rewards.create import create
-from rftmega.rewards.math import STARTING, MathPart, MathWorker
+from rftmega.rewards.math import MathPart, MathWorker
 from rftmega.rewards.part import Answer, Undecided
+from rftmega.rewards.scorer_process import STARTING
 from tests.rollouts import answered
 
 

@@ -631,6 +631,8 @@ TEXTS = (  # options that are texts and neither paths nor choices
         f"environment.{name}"
         for name in ("name", "environment", "function", "python", "renderer", "tool_parser")
     ),
+    "environment.action_key",
+    "environment.observation_key",
     *(
         f"data.{name}_key"
         for name in (
