@@ -167,7 +167,7 @@ def checked(sample: Any) -> dict[str, Any]:
 
 
 def check_rollout(sample: dict[str, Any]) -> None:
-    """Raises DataError if the turns, measures, messages or rollout numbers of a sample are invalid;
+    """Raises DataError if the turns, measures, columns, messages or rollout numbers of a sample are invalid;
     all are optional, since older files lack them.
     """
     turns = sample.get("turns", [])
@@ -189,6 +189,8 @@ def check_rollout(sample: dict[str, Any]) -> None:
     messages = sample.get("messages", [])
     if not isinstance(messages, list) or not all(isinstance(each, dict) for each in messages):
         raise DataError('"messages" is no list of objects.')
+    if not isinstance(sample.get("columns", {}), dict):
+        raise DataError('"columns" is no object.')
     if not all(whole(sample.get(key, 0)) for key in ("rollout", "trajectory", "trajectories")):
         raise DataError('"rollout", "trajectory" or "trajectories" is no whole number.')
     if ("trajectory" in sample) != ("trajectories" in sample):

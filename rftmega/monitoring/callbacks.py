@@ -14,6 +14,7 @@ from rftmega.monitoring.observers.checkpointing import Checkpointing
 from rftmega.monitoring.observers.evaluate import Evaluation
 from rftmega.monitoring.observers.observer import AtEnd, Observer
 from rftmega.monitoring.observers.reward_check import Extracting
+from rftmega.monitoring.observers.run_summary import RunSummary
 from rftmega.monitoring.observers.trajectories import Grading
 from rftmega.monitoring.performance.stragglers import Stragglers
 from rftmega.monitoring.performance.throughput import Throughput
@@ -65,6 +66,8 @@ def callbacks_of(
                 last=config.trainer.steps,
             )
         )
+    if is_main:  # after all that it tells of
+        found.append(RunSummary(config, list(evaluation.held_out)))
     return [*found, *timeline_of(config, strategy.label)]  # last, to record the others
 
 

@@ -130,8 +130,8 @@ def test_images_of_an_older_file_are_shown() -> None:
     assert "pictures" not in found
 
 
-def test_turns_and_measures_are_in_the_page_and_messages_are_not_there_twice() -> None:
-    told = {"turns": [TURN], "measures": {HOSTILE: 2.0}, "rollout": 3}
+def test_turns_measures_and_columns_are_in_the_page_and_messages_are_not_there_twice() -> None:
+    told = {"turns": [TURN], "measures": {HOSTILE: 2.0}, "columns": {HOSTILE: [1]}, "rollout": 3}
     text = view.page([view.checked(sample(**told, messages=[{"content": "once"}]))], title="x")
     found = Elements(text)
     (row,) = json.loads(found.data["samples"])["samples"]
@@ -177,6 +177,7 @@ BAD = {
         lambda folder: write(folder / "a.gz", sample(turns=[TURN | {"reward": "much"}])), "a turn's reward is no number"),
     "a list of measures": (lambda folder: write(folder / "a.gz", sample(measures=[])), '"measures" is no object'),
     "a word for a measure": (lambda folder: write(folder / "a.gz", sample(measures={"a": "b"})), "a measure is no number"),
+    "text for columns": (lambda folder: write(folder / "a.gz", sample(columns="x")), '"columns" is no object'),
     "text for messages": (lambda folder: write(folder / "a.gz", sample(messages="x")), '"messages" is no list of objects'),
     "half a rollout": (lambda folder: write(folder / "a.gz", sample(rollout=0.5)), "is no whole number"),
     "a trajectory of no number": (lambda folder: write(folder / "a.gz", sample(trajectory=1)), "one is missing"),
