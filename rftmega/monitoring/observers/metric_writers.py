@@ -12,6 +12,7 @@ from torch.utils.tensorboard import SummaryWriter
 from tqdm import tqdm
 
 from rftmega.core.types import Metrics
+from rftmega.monitoring.metric_groups import grouped_metrics
 from rftmega.monitoring.observers.observer import Observer
 from rftmega.monitoring.observers.output_files import set_aside, writing
 from rftmega.monitoring.observers.step_lines import StepLines
@@ -115,7 +116,9 @@ def _finite(metrics: Metrics) -> dict[str, float | None]:
 
 
 class TensorBoard(Observer):
-    """TensorBoard is a callback that writes the metrics of every step as TensorBoard scalars."""
+    """TensorBoard is a callback that writes the metrics of every step as TensorBoard scalars, under
+    the names of metric_groups.
+    """
 
     def __init__(self, folder: str | Path, *, warn: bool = False):
         self.folder, self.warn = Path(folder), warn
@@ -132,7 +135,7 @@ class TensorBoard(Observer):
 
     def on_step(self, trainer: Any, metrics: Metrics) -> None:
         with writing(self.folder, warn=self.warn):
-            for name, value in metrics.items():
+            for name, value in grouped_metrics(metrics).items():
                 self.writer.add_scalar(name, value, trainer.step)
 
     def on_save(self, trainer: Any) -> None:

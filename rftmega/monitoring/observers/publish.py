@@ -1,4 +1,6 @@
-"""Metric publishers: Weights & Biases, MLflow, trackio, and a Prometheus endpoint."""
+"""Metric publishers: Weights & Biases, MLflow, trackio, and a Prometheus endpoint. The first three
+have the names of metric_groups, Prometheus those of metrics.jsonl.
+"""
 
 import json
 import os
@@ -19,6 +21,7 @@ from rftmega.config import RunConfig, without_secrets
 from rftmega.config.load import flatten
 from rftmega.core.errors import ConfigError
 from rftmega.core.types import Metrics
+from rftmega.monitoring.metric_groups import grouped_metrics
 from rftmega.monitoring.observers.observer import Observer
 from rftmega.monitoring.observers.output_files import set_aside
 
@@ -59,7 +62,7 @@ class WandB(Observer):
         self.on_step(trainer, metrics)
 
     def on_step(self, trainer: Any, metrics: Metrics) -> None:
-        self.run.log(dict(metrics), step=trainer.step)
+        self.run.log(grouped_metrics(metrics), step=trainer.step)
 
     def on_end(self, trainer: Any) -> None:
         self.run.finish()
@@ -125,7 +128,10 @@ class MLflow(Observer):
         from mlflow.entities import Metric
 
         now = int(time.time() * 1000)
-        told = [Metric(name, value, now, trainer.step) for name, value in metrics.items()]
+        told = [
+            Metric(name, value, now, trainer.step)
+            for name, value in grouped_metrics(metrics).items()
+        ]
         self.client.log_batch(self.run, metrics=told)
 
     def on_end(self, trainer: Any) -> None:
@@ -162,7 +168,7 @@ class Trackio(Observer):
         self.on_step(trainer, metrics)
 
     def on_step(self, trainer: Any, metrics: Metrics) -> None:
-        self.run.log(dict(metrics), step=trainer.step)
+        self.run.log(grouped_metrics(metrics), step=trainer.step)
 
     def on_end(self, trainer: Any) -> None:
         self.run.finish()
