@@ -27,8 +27,9 @@ from rftmega.monitoring.observers.evaluate_rows import (
 from rftmega.monitoring.observers.evaluation_files import EvaluationFiles
 from rftmega.monitoring.observers.exporting import Exporting
 from rftmega.monitoring.observers.health import Divergence, MixedGroups, UndecidedLimit
-from rftmega.monitoring.observers.metric_writers import JSONLines, Progress, TensorBoard
+from rftmega.monitoring.observers.metric_writers import JSONLines, TensorBoard
 from rftmega.monitoring.observers.observer import Observer
+from rftmega.monitoring.observers.progress import Progress
 from rftmega.monitoring.observers.publish import MLflow, Prometheus, Trackio, WandB
 from rftmega.monitoring.observers.reward_check import Extracting, RewardCheck
 from rftmega.monitoring.observers.run_chat import RunChat

@@ -15,8 +15,8 @@ from rftmega.core.sampling_seeds import evaluation_seed
 from rftmega.core.types import Prompt, Rollout, Sampling, TokenStats
 from rftmega.data.sampler import PromptOrder
 from rftmega.monitoring.observers.evaluate import Answering, Evaluate
-from rftmega.monitoring.observers.metric_writers import Progress
 from rftmega.monitoring.observers.observer import Observer
+from rftmega.monitoring.observers.progress import Progress
 from rftmega.rollout.engines import ScriptedEngine
 from rftmega.trainer import Learner, PPOTrainer
 from rftmega.trainer.experience import ExperienceMaker

@@ -1,0 +1,133 @@
+"""Shows on the console how far a run is: a progress bar that fits the terminal, and a line for each
+evaluation.
+"""
+
+import sys
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
+from typing import Any
+
+from tqdm import tqdm
+from tqdm.contrib.logging import logging_redirect_tqdm
+
+from rftmega.core.types import Metrics
+from rftmega.monitoring.observers.observer import Observer
+
+BAR = "{n_fmt}/{total_fmt} |{bar:8}| {elapsed}<{remaining}{postfix}"
+SHOWN = {  # metric -> its name in the progress bar, the most important first
+    "accuracy": "accuracy",
+    "reference_kl": "KL",
+    "entropy": "entropy",
+    "loss": "loss",
+    "grad_norm": "grad norm",
+    "logprob_gap_max": "gap",
+}
+
+
+class Progress(Observer):
+    """Progress is a callback that shows a progress bar with metrics of the last step, as many as fit
+    the terminal, and prints a line for each evaluation. Log messages get lines of their own above
+    the bar.
+    """
+
+    def __init__(
+        self, steps: int, accuracy: Mapping[str, str], means: Mapping[str, str] | None = None
+    ):
+        """Stores the settings. `steps`: number of steps of the run; `accuracy`: name of an
+        evaluation set ("" for a single set) -> name of its accuracy metric; `means`: name of an
+        evaluation set -> name of its mean-score metric, which is shown if its value differs from
+        the accuracy.
+        """
+        self.steps = steps
+        self.accuracy, self.means = accuracy, means or {}
+        self.logs_above_bar = ExitStack()
+
+    def on_start(self, trainer: Any, metrics: Metrics) -> None:
+        self._say(metrics, f"after step {trainer.step}" if trainer.step else "before training")
+        self.bar = tqdm(
+            total=self.steps,
+            initial=trainer.step,
+            unit="step",
+            dynamic_ncols=True,
+            bar_format=BAR if sys.stderr.isatty() else None,
+        )
+        if sys.stderr.isatty():
+            self.logs_above_bar.enter_context(logging_redirect_tqdm())
+
+    def on_step(self, trainer: Any, metrics: Metrics) -> None:
+        self.bar.n = trainer.step
+        self.bar.set_postfix_str(fitting(parts(metrics), room_of(self.bar)))
+        self._say(metrics, f"after step {trainer.step}")
+
+    def on_end(self, trainer: Any) -> None:
+        self.bar.close()
+        self.logs_above_bar.close()
+
+    def on_failed(self, trainer: Any) -> None:
+        self.on_end(trainer)
+
+    def _say(self, metrics: Metrics, when: str) -> None:
+        found = [
+            f"{name} {metrics[metric]:.1%}{self._mean(metrics, name)}".strip()
+            for name, metric in self.accuracy.items()
+            if metric in metrics
+        ]
+        if found:
+            tqdm.write(f"held-out accuracy {when}: {', '.join(found)}")
+
+    def _mean(self, metrics: Metrics, name: str) -> str:
+        """Returns the text that shows the mean score of the evaluation set `name` next to its
+        accuracy; "" if it has no mean score or the two are equal.
+        """
+        mean = metrics.get(self.means.get(name, ""))
+        if mean is None or mean == metrics[self.accuracy[name]]:
+            return ""
+        return f" (mean score {mean:.3g})"
+
+
+def parts(metrics: Metrics) -> list[str]:
+    """Returns short texts about a step: its reward, response length, loss and similar metrics, as
+    far as `metrics` has them, the most important first.
+    """
+    said = []
+    if "reward" in metrics:
+        said.append(f"reward {metrics['reward']:.3g} ±{metrics.get('spread', 0):.2g}")
+        said.append(f"length {metrics['response_length']:.0f}")
+    # a frozen policy has no loss
+    said += [f"{name} {metrics[metric]:.3g}" for metric, name in SHOWN.items() if metric in metrics]
+    seconds = sum(value for name, value in metrics.items() if name.startswith("seconds_"))
+    if seconds and "generated_tokens" in metrics:
+        said.append(f"{metrics['generated_tokens'] / seconds:.3g} tokens/s")
+    if seconds:
+        said.append(f"{seconds:.3g} s/step")
+    return said
+
+
+def status(metrics: Metrics) -> str:
+    """Returns a one-line summary of a step: all of `parts`."""
+    return ", ".join(parts(metrics))
+
+
+def fitting(texts: Iterable[str], room: int | None) -> str:
+    """Returns the first of `texts`, separated by commas, that take at most `room` characters
+    together; all of them if `room` is None.
+    """
+    found = ""
+    for text in texts:
+        longer = f"{found}, {text}" if found else text
+        if room is not None and len(longer) > room:
+            break
+        found = longer
+    return found
+
+
+def room_of(bar: "tqdm[Any]") -> int | None:
+    """Returns how many characters of metrics fit behind a progress bar; None if it is not on a
+    terminal.
+    """
+    known = bar.format_dict
+    if known["ncols"] is None:
+        return None
+    alone = tqdm.format_meter(**(known | {"postfix": None, "ncols": 10**4}))
+    # a comma and a space precede the metrics, and the last column stays free
+    return int(known["ncols"]) - len(alone) - 3
