@@ -8,6 +8,7 @@ from typing import Any
 
 from rftmega.config import RunConfig
 from rftmega.core.interfaces import Callback, Resumable
+from rftmega.data.sampler import PromptOrder
 from rftmega.monitoring.model_card import write_model_card
 from rftmega.monitoring.observers.assemble import Text, observers_of
 from rftmega.monitoring.observers.checkpointing import Checkpointing
@@ -42,6 +43,7 @@ def callbacks_of(
     returns the part of a response that rewards grade, see `trajectories.Grading`; `extracting`:
     returns the answers that rewards read, see `reward_check.Extracting`.
     """
+    data = parts.get("data")
     found: list[Callback] = [
         *observers_of(
             config,
@@ -52,6 +54,7 @@ def callbacks_of(
             measures=measures_of(config),
             grading=grading,
             extracting=extracting,
+            seen=lambda: data.epochs if isinstance(data, PromptOrder) else 0.0,
         )
     ]
     if is_main and config.trainer.export:  # after the export, which makes the folder

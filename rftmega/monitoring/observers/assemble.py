@@ -108,6 +108,7 @@ def observers_of(
     measures: Sequence[Observer] = (),
     grading: Grading | None = None,
     extracting: Extracting | None = None,
+    seen: Callable[[], float] | None = None,
 ) -> list[Observer]:
     """Returns the observers of a run in the order in which they are called.
 
@@ -116,7 +117,7 @@ def observers_of(
     the model to; `is_main`: whether this is the main process, the only one that writes metrics and
     trajectories; `measures`: observers that add performance metrics; `grading`: returns the part of
     a response that rewards grade, see `trajectories.Grading`; `extracting`: returns the answers
-    that rewards read, see `reward_check.Extracting`.
+    that rewards read, see `reward_check.Extracting`; `seen`: see `Progress`.
     """
     chosen, task = config.trainer, config.algorithm.task
     found: list[Observer] = [*([evaluation] if evaluation.held_out else []), *measures]
@@ -126,6 +127,7 @@ def observers_of(
             config,
             {name: metric_of(name, ACCURACY) for name in judged},
             {name: metric_of(name, chosen.eval_accuracy) for name in judged if task == "rl"},
+            seen,
         )
     if is_main and task == "rl":
         found.append(RewardCheck(text.decode, grading=grading, extracting=extracting))
@@ -162,17 +164,20 @@ def observers_of(
 
 
 def writers(
-    config: RunConfig, accuracy: Mapping[str, str], means: Mapping[str, str]
+    config: RunConfig,
+    accuracy: Mapping[str, str],
+    means: Mapping[str, str],
+    seen: Callable[[], float] | None = None,
 ) -> list[Observer]:
     """Returns the observers that write or display metrics, and the alerts. `accuracy` and `means`:
     name of an evaluation set -> name of its accuracy metric, and of its mean-score metric, for the
-    progress bar.
+    progress bar; `seen`: see `Progress`.
     """
     output, chosen = config.trainer.output, config.logging
     found: list[Observer] = [
         JSONLines(f"{output}/metrics.jsonl", warn=_warns(config)),
         TensorBoard(f"{output}/tensorboard", warn=_warns(config)),
-        Progress(config.trainer.steps, accuracy, means),
+        Progress(config.trainer.steps, accuracy, means, seen),
         Alerts(Path(output) / "metrics.jsonl"),
         RunReports(config),
     ]

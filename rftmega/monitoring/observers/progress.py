@@ -1,9 +1,11 @@
-"""Shows on the console how far a run is: a progress bar that fits the terminal, and a line for each
-evaluation.
+"""Shows on the console how far a run is: a progress bar that fits the terminal, or a line for each
+step in a log file; and a line for each evaluation.
 """
 
+import logging
+import os
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from typing import Any
 
@@ -11,8 +13,10 @@ from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from rftmega.core.types import Metrics
+from rftmega.monitoring.observers.health import UNDECIDED
 from rftmega.monitoring.observers.observer import Observer
 
+log = logging.getLogger(__name__)
 BAR = "{n_fmt}/{total_fmt} |{bar:8}| {elapsed}<{remaining}{postfix}"
 SHOWN = {  # metric -> its name in the progress bar, the most important first
     "accuracy": "accuracy",
@@ -22,41 +26,66 @@ SHOWN = {  # metric -> its name in the progress bar, the most important first
     "grad_norm": "grad norm",
     "logprob_gap_max": "gap",
 }
+LOGGED = {  # metric -> its name in a log file
+    "spread": "reward_std",
+    "accuracy": "accuracy",
+    "reference_kl": "KL",
+    "clip_fraction": "clipped",
+    "entropy": "entropy",
+    "loss": "loss",
+    "grad_norm": "grad norm",
+    "learning_rate": "learning rate",
+    "logprob_gap_max": "gap",
+    "response_length": "length",
+    "truncated": "cut off",
+}
 
 
 class Progress(Observer):
     """Progress is a callback that shows a progress bar with metrics of the last step, as many as fit
     the terminal, and prints a line for each evaluation. Log messages get lines of their own above
-    the bar.
+    the bar. Where stdout or stderr is no terminal, it prints one line per step (see `step_line`).
     """
 
     def __init__(
-        self, steps: int, accuracy: Mapping[str, str], means: Mapping[str, str] | None = None
+        self,
+        steps: int,
+        accuracy: Mapping[str, str],
+        means: Mapping[str, str] | None = None,
+        seen: Callable[[], float] | None = None,
     ):
         """Stores the settings. `steps`: number of steps of the run; `accuracy`: name of an
         evaluation set ("" for a single set) -> name of its accuracy metric; `means`: name of an
         evaluation set -> name of its mean-score metric, which is shown if its value differs from
-        the accuracy.
+        the accuracy; `seen`: returns how many times the training data has been used so far.
         """
-        self.steps = steps
+        self.steps, self.seen = steps, seen
         self.accuracy, self.means = accuracy, means or {}
         self.logs_above_bar = ExitStack()
 
     def on_start(self, trainer: Any, metrics: Metrics) -> None:
         self._say(metrics, f"after step {trainer.step}" if trainer.step else "before training")
+        shown = "TQDM_DISABLE" not in os.environ  # a notebook has its own display
+        has_bar = shown and sys.stderr.isatty()
+        self.prints_lines = shown and not (sys.stdout.isatty() and has_bar)
         self.bar = tqdm(
             total=self.steps,
             initial=trainer.step,
             unit="step",
             dynamic_ncols=True,
-            bar_format=BAR if sys.stderr.isatty() else None,
+            bar_format=BAR,
+            disable=not has_bar,
         )
-        if sys.stderr.isatty():
+        if has_bar:
             self.logs_above_bar.enter_context(logging_redirect_tqdm())
 
     def on_step(self, trainer: Any, metrics: Metrics) -> None:
-        self.bar.n = trainer.step
-        self.bar.set_postfix_str(fitting(parts(metrics), room_of(self.bar)))
+        if not self.bar.disable:
+            self.bar.n = trainer.step
+            self.bar.set_postfix_str(fitting(parts(metrics), room_of(self.bar)))
+        if self.prints_lines:
+            seen = self.seen() if self.seen else None
+            log.info("step %d/%d: %s", trainer.step, self.steps, step_line(metrics, seen))
         self._say(metrics, f"after step {trainer.step}")
 
     def on_end(self, trainer: Any) -> None:
@@ -101,6 +130,31 @@ def parts(metrics: Metrics) -> list[str]:
     if seconds:
         said.append(f"{seconds:.3g} s/step")
     return said
+
+
+def step_line(metrics: Metrics, seen: float | None = None) -> str:
+    """Returns what a log file says about a step, as far as `metrics` has it: reward, its standard
+    deviation and its components, KL, share of clipped tokens and further metrics of the update,
+    lengths, memory, seconds of each phase. `seen`: how many times the training data has been used.
+    """
+    said = []
+    if "reward" in metrics:
+        components = [
+            f"{name.removeprefix('reward_')} {value:.3g}"
+            for name, value in metrics.items()
+            if name.startswith("reward_") and not (name.endswith(UNDECIDED) and not value)
+        ]
+        known = f" ({', '.join(components)})" if components else ""
+        said.append(f"reward {metrics['reward']:.3g}{known}")
+    said += [
+        f"{name} {metrics[metric]:.3g}" for metric, name in LOGGED.items() if metric in metrics
+    ]
+    memory = [x for name, x in metrics.items() if name.startswith("memory_mib_")]
+    said += [f"memory {max(memory):.0f} MiB"] if memory else []
+    phases = {name: x for name, x in metrics.items() if name.startswith("seconds_")}
+    said += [f"{name.removeprefix('seconds_')} {x:.3g} s" for name, x in phases.items()]
+    said += [] if seen is None else [f"data {seen:.1%}"]
+    return ", ".join(said)
 
 
 def status(metrics: Metrics) -> str:

@@ -50,3 +50,21 @@ def test_a_log_message_gets_a_line_of_its_own_above_the_bar(
     written = [line.rpartition("\r")[2] for line in terminal.getvalue().split("\n")]
     assert "look here" in written
     assert [type(handler) for handler in logging.root.handlers] == [logging.StreamHandler]
+
+
+def test_a_log_file_has_a_line_for_each_step_and_no_bar(
+    caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    caplog.set_level(logging.INFO)
+    update = {"clip_fraction": 0.25, "learning_rate": 1e-6, "truncated": 0.5}
+    rewards = {"reward_mine": 0.2, "reward_math": 0.6, "reward_math_undecided": 0.0}
+    memory = {"memory_mib_rollout": 300.0, "memory_mib_update": 450.0}
+    bar = Progress(3, {}, seen=lambda: 1.25)
+    bar.on_start(SimpleNamespace(step=0), {})
+    bar.on_step(SimpleNamespace(step=2), STEP | update | rewards | memory)
+    bar.on_end(None)
+    assert caplog.messages == [
+        "step 2/3: reward 0.41 (mine 0.2, math 0.6), reward_std 0.3, KL 0.002, clipped 0.25, entropy 0.5, loss 0.01, "
+        "learning rate 1e-06, gap 1.5e-06, length 182, cut off 0.5, memory 450 MiB, rollout 3 s, update 2 s, data 125.0%"
+    ]
+    assert capsys.readouterr().err == ""
