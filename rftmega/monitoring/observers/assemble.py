@@ -16,6 +16,7 @@ from rftmega.monitoring.observers.evaluate import (
     Answering,
     Evaluate,
     Evaluation,
+    Report,
     metric_of,
 )
 from rftmega.monitoring.observers.evaluate_rows import (
@@ -25,6 +26,7 @@ from rftmega.monitoring.observers.evaluate_rows import (
     preference_of,
 )
 from rftmega.monitoring.observers.evaluation_files import EvaluationFiles
+from rftmega.monitoring.observers.evaluation_table import EvaluationTable
 from rftmega.monitoring.observers.exporting import Exporting
 from rftmega.monitoring.observers.health import Divergence, MixedGroups, UndecidedLimit
 from rftmega.monitoring.observers.metric_writers import JSONLines, TensorBoard
@@ -65,7 +67,13 @@ def evaluation_of_prompts(
     is the main process, the only one that writes them.
     """
     chosen = config.trainer
-    files = EvaluationFiles(f"{chosen.output}/evaluations", text.decode, warn=_warns(config))
+    reports: list[Report] = []
+    if is_main and chosen.trajectories:
+        reports.append(
+            EvaluationFiles(f"{chosen.output}/evaluations", text.decode, warn=_warns(config))
+        )
+    if is_main and chosen.eval_shown:
+        reports.append(EvaluationTable(text.decode, printed=chosen.eval_shown))
     return Evaluate(
         held_out,
         reward,
@@ -73,7 +81,7 @@ def evaluation_of_prompts(
         every=chosen.eval_every,
         last=chosen.steps,
         adapters=tuple(config.model.lora.evaluated),
-        report=files if is_main and chosen.trajectories else None,
+        reports=reports,
     )
 
 
@@ -128,6 +136,7 @@ def observers_of(
             {name: metric_of(name, ACCURACY) for name in judged},
             {name: metric_of(name, chosen.eval_accuracy) for name in judged if task == "rl"},
             seen,
+            next((each for each in evaluation.reports if isinstance(each, EvaluationTable)), None),
         )
     if is_main and task == "rl":
         found.append(RewardCheck(text.decode, grading=grading, extracting=extracting))
@@ -168,10 +177,11 @@ def writers(
     accuracy: Mapping[str, str],
     means: Mapping[str, str],
     seen: Callable[[], float] | None = None,
+    completions: EvaluationTable | None = None,
 ) -> list[Observer]:
     """Returns the observers that write or display metrics, and the alerts. `accuracy` and `means`:
     name of an evaluation set -> name of its accuracy metric, and of its mean-score metric, for the
-    progress bar; `seen`: see `Progress`.
+    progress bar; `seen`: see `Progress`; `completions`: those of the last evaluation, for wandb.
     """
     output, chosen = config.trainer.output, config.logging
     found: list[Observer] = [
@@ -182,7 +192,7 @@ def writers(
         RunReports(config),
     ]
     if chosen.wandb:
-        found.append(WandB(chosen.wandb, config))
+        found.append(WandB(chosen.wandb, config, completions))
     if chosen.mlflow:
         found.append(MLflow(chosen.mlflow, config))
     if chosen.trackio:

@@ -145,8 +145,38 @@ def cut(path: Path) -> Path:
     return path
 
 
+COMPLETION = {
+    "step": 5, "set": "easy", "adapter": "", "index": 4, "sample": 1, "prompt": "1+1=", "label": "2",
+    "response": "<3", "tokens": [7, 9], "truncated": True, "scores": {"math": 0, "reward": 0.5},
+}  # fmt: skip
+
+
+def test_completions_of_evaluations_are_in_the_page_beside_the_samples(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(tmp_path / "trajectories/step_000001.jsonl.gz", sample())
+    lost = {key: COMPLETION[key] for key in ("step", "set", "adapter", "index", "prompt", "label")}
+    other = lost | {"sample": 0, "index": 6, "lost": "away"}
+    write(tmp_path / "evaluations/step_000005.jsonl.gz", COMPLETION, other, COMPLETION)
+    assert view.main([str(tmp_path)]) == 0
+    assert "1 samples of steps 1 to 1, 3 completions of evaluations" in capsys.readouterr().out
+    held = Elements((tmp_path / "trajectories.html").read_text()).data
+    _, first, second, third = json.loads(held["samples"])["samples"]
+    assert first == third == {
+        "evaluation": "easy", "group": 0, "step": 5, "index": 4, "prompt": "1+1=", "label": "2", "response": "<3",
+        "reward": 0.5, "reward_parts": {"math": 0}, "truncated": True, "length": 2, "gap": None, "gap_max": None, "columns": {},
+    }  # fmt: skip
+    assert (second["group"], second["response"], second["reward"]) == (1, "[lost: away]", None)
+
+
 TURN = {"role": "tool", "name": "add", "start": 0, "stop": 1, "reward": 0.0}
 BAD = {
+    "scores that are text": (
+        lambda folder: write(folder / "a.gz", {**COMPLETION, "scores": "x"}), '"scores" is no object',
+    ),
+    "an evaluation without a prompt": (
+        lambda folder: write(folder / "a.gz", {**COMPLETION, "prompt": None}), '"prompt" is missing',
+    ),
     "nothing there": (lambda folder: folder / "nowhere", "There is no "),
     "a folder without trajectories": (lambda folder: folder, "Was the run's trainer.trajectories 0?"),
     "half a gzip file": (lambda folder: cut(write(folder / "a.gz", sample())), "is no whole gzip file"),

@@ -14,6 +14,7 @@ import pytest
 
 from rftmega.config import RewardConfig, RunConfig, TrainerConfig, without_secrets
 from rftmega.core.errors import ConfigError
+from rftmega.monitoring.observers.evaluation_table import EvaluationTable, ShownCompletion
 from rftmega.monitoring.observers.publish import MLflow, Prometheus, WandB
 
 TRAINER = SimpleNamespace(step=0, resumed=False)
@@ -62,7 +63,10 @@ def test_wandb_writes_offline_without_a_network_and_no_command_line(
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("HTTPS_PROXY", "http://127.0.0.1:9")
     monkeypatch.setattr("sys.argv", ["train_rl.py", "reward.remote_url=http://me:s3cr3t@host"])
-    writer = WandB("a-project", RunConfig(trainer=TrainerConfig(output=str(tmp_path / "run"))))
+    table = EvaluationTable(str, printed=1)
+    table.step, table.rows = 0, [ShownCompletion(0, "easy", 1, "ask", "answer-of-7", "", 0.5, "")]
+    config = RunConfig(trainer=TrainerConfig(output=str(tmp_path / "run")))
+    writer = WandB("a-project", config, table)
     writer.on_start(TRAINER, {"eval_reward": 0.5})
     writer.on_step(SimpleNamespace(step=1), {"a_loss_of_1": 3.0})
     writer.on_end(TRAINER)
@@ -72,6 +76,9 @@ def test_wandb_writes_offline_without_a_network_and_no_command_line(
         assert time.monotonic() < deadline
         time.sleep(0.1)
     assert b"a-project" in written.read_bytes()
+    tables = [path.read_text() for path in tmp_path.rglob("*.table.json")]
+    assert len(tables) == 1, "an evaluation is a table once"
+    assert "answer-of-7" in tables[0]
     known = (tmp_path / "run" / "wandb.id").read_text()
     assert written.name == f"run-{known}.wandb"
     resumed = WandB("a-project", RunConfig(trainer=TrainerConfig(output=str(tmp_path / "run"))))
