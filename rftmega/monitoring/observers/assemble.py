@@ -12,12 +12,10 @@ from rftmega.core.interfaces import Reward
 from rftmega.core.types import Prompt, Rows, Sampling
 from rftmega.monitoring.observers.alerts import Alerts
 from rftmega.monitoring.observers.evaluate import (
-    ACCURACY,
     Answering,
     Evaluate,
     Evaluation,
     Report,
-    metric_of,
 )
 from rftmega.monitoring.observers.evaluate_rows import (
     HeldOut,
@@ -26,6 +24,7 @@ from rftmega.monitoring.observers.evaluate_rows import (
     preference_of,
 )
 from rftmega.monitoring.observers.evaluation_files import EvaluationFiles
+from rftmega.monitoring.observers.evaluation_score import EvaluationScore, evaluation_scores
 from rftmega.monitoring.observers.evaluation_table import EvaluationTable
 from rftmega.monitoring.observers.exporting import Exporting
 from rftmega.monitoring.observers.health import Divergence, MixedGroups, UndecidedLimit
@@ -130,11 +129,9 @@ def observers_of(
     chosen, task = config.trainer, config.algorithm.task
     found: list[Observer] = [*([evaluation] if evaluation.held_out else []), *measures]
     if is_main:
-        judged = evaluation.held_out if task in ("rl", "reward_model") else ()
         found += writers(
             config,
-            {name: metric_of(name, ACCURACY) for name in judged},
-            {name: metric_of(name, chosen.eval_accuracy) for name in judged if task == "rl"},
+            evaluation_scores(config, evaluation.held_out),
             seen,
             next((each for each in evaluation.reports if isinstance(each, EvaluationTable)), None),
         )
@@ -174,20 +171,19 @@ def observers_of(
 
 def writers(
     config: RunConfig,
-    accuracy: Mapping[str, str],
-    means: Mapping[str, str],
+    scores: Sequence[EvaluationScore],
     seen: Callable[[], float] | None = None,
     completions: EvaluationTable | None = None,
 ) -> list[Observer]:
-    """Returns the observers that write or display metrics, and the alerts. `accuracy` and `means`:
-    name of an evaluation set -> name of its accuracy metric, and of its mean-score metric, for the
-    progress bar; `seen`: see `Progress`; `completions`: those of the last evaluation, for wandb.
+    """Returns the observers that write or display metrics, and the alerts. `scores`: main scores of
+    the evaluation sets, for the progress; `seen`: see `Progress`; `completions`: those of the last
+    evaluation, for wandb.
     """
     output, chosen = config.trainer.output, config.logging
     found: list[Observer] = [
         JSONLines(f"{output}/metrics.jsonl", warn=_warns(config)),
         TensorBoard(f"{output}/tensorboard", warn=_warns(config)),
-        Progress(config.trainer.steps, accuracy, means, seen),
+        Progress(config.trainer.steps, scores, seen),
         Alerts(Path(output) / "metrics.jsonl"),
         RunReports(config),
     ]

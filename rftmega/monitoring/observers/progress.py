@@ -5,7 +5,7 @@ step in a log file; and a line for each evaluation.
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -13,6 +13,7 @@ from tqdm import tqdm
 from tqdm.contrib.logging import logging_redirect_tqdm
 
 from rftmega.core.types import Metrics
+from rftmega.monitoring.observers.evaluation_score import EvaluationScore
 from rftmega.monitoring.observers.health import UNDECIDED
 from rftmega.monitoring.observers.observer import Observer
 
@@ -50,17 +51,14 @@ class Progress(Observer):
     def __init__(
         self,
         steps: int,
-        accuracy: Mapping[str, str],
-        means: Mapping[str, str] | None = None,
+        scores: Sequence[EvaluationScore] = (),
         seen: Callable[[], float] | None = None,
     ):
-        """Stores the settings. `steps`: number of steps of the run; `accuracy`: name of an
-        evaluation set ("" for a single set) -> name of its accuracy metric; `means`: name of an
-        evaluation set -> name of its mean-score metric, which is shown if its value differs from
-        the accuracy; `seen`: returns how many times the training data has been used so far.
+        """Stores the settings. `steps`: number of steps of the run; `scores`: main scores of the
+        evaluation sets; `seen`: returns how many times the training data has been used so far.
         """
-        self.steps, self.seen = steps, seen
-        self.accuracy, self.means = accuracy, means or {}
+        self.steps, self.scores, self.seen = steps, scores, seen
+        self.evaluations: list[Metrics] = []
         self.logs_above_bar = ExitStack()
 
     def on_start(self, trainer: Any, metrics: Metrics) -> None:
@@ -96,22 +94,16 @@ class Progress(Observer):
         self.on_end(trainer)
 
     def _say(self, metrics: Metrics, when: str) -> None:
-        found = [
-            f"{name} {metrics[metric]:.1%}{self._mean(metrics, name)}".strip()
-            for name, metric in self.accuracy.items()
-            if metric in metrics
+        if not any(score.metric in metrics for score in self.scores):
+            return
+        self.evaluations.append(metrics)
+        found = [score.named(self.evaluations) for score in self.scores]
+        told = [
+            f"{score.title} {score.text(metrics[score.metric])}"
+            for score in found
+            if score.metric in metrics
         ]
-        if found:
-            tqdm.write(f"held-out accuracy {when}: {', '.join(found)}")
-
-    def _mean(self, metrics: Metrics, name: str) -> str:
-        """Returns the text that shows the mean score of the evaluation set `name` next to its
-        accuracy; "" if it has no mean score or the two are equal.
-        """
-        mean = metrics.get(self.means.get(name, ""))
-        if mean is None or mean == metrics[self.accuracy[name]]:
-            return ""
-        return f" (mean score {mean:.3g})"
+        tqdm.write(f"evaluation {when}: {', '.join(told)}")
 
 
 def parts(metrics: Metrics) -> list[str]:

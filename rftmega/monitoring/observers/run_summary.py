@@ -52,15 +52,16 @@ class RunSummary(Observer):
         history = read_history(self.output / "metrics.jsonl")
         if len(history) < 2:  # no step was taken
             return
-        result = summary(self.config, history, self.trained, self.scores)
+        scores = [score.named(history) for score in self.scores]
+        result = summary(self.config, history, self.trained, scores)
         result |= {"ended": ended, "seconds": round(time.monotonic() - self.begun, 1)}
         path = self.output / SUMMARY
         with writing(path, warn=True):
             path.write_text(json.dumps(result, indent=2) + "\n")
-        curve = self._drawn(history)
-        log.info("%s", "\n".join(self._lines(result, curve)))
+        curve = self._drawn(history, scores)
+        log.info("%s", "\n".join(self._lines(result, scores, curve)))
 
-    def _drawn(self, history: Sequence[Step]) -> str:
+    def _drawn(self, history: Sequence[Step], scores: Sequence[EvaluationScore]) -> str:
         """Draws the learning curve. Returns its path, or why there is none."""
         path = self.output / CURVE
         try:
@@ -68,21 +69,23 @@ class RunSummary(Observer):
         except ImportError:
             return "not drawn, since matplotlib is not installed"
         with writing(path, warn=True):
-            draw(history, self.trained, self.scores, self.output.name, path)
+            draw(history, self.trained, scores, self.output.name, path)
         return str(path)
 
-    def _lines(self, result: dict[str, Any], curve: str) -> list[str]:
+    def _lines(
+        self, result: dict[str, Any], scores: Sequence[EvaluationScore], curve: str
+    ) -> list[str]:
         of, output = self.config.trainer.steps, shlex.quote(str(self.output))
-        scores = [
+        reached = [
             f"{score.title} {_change(result['evaluation'][score.metric], score)}"
-            for score in self.scores
+            for score in scores
             if score.metric in result["evaluation"]
         ]
         phases = [f"{name} {seconds:.3g} s" for name, seconds in result["step_seconds"].items()]
         lines = {
             f"Run {result['ended']}": f"{result['steps']} of {of} steps, {_duration(result['seconds'])}",
             self.trained: _change(result[self.trained]) if self.trained in result else "unknown",
-            "evaluation": ", ".join(scores) or "none (data.eval)",
+            "evaluation": ", ".join(reached) or "none (data.eval)",
             "time of a step": ", ".join(phases) or "unknown",
             "model": result["model"] or "not exported",
             "metrics": str(self.output / "metrics.jsonl"),

@@ -145,6 +145,17 @@ def cut(path: Path) -> Path:
     return path
 
 
+@pytest.mark.parametrize(("mean", "shown"), [(0.5, True), (0.75, False)])
+def test_the_accuracy_of_a_graded_reward_is_no_curve(
+    mean: float, shown: bool, tmp_path: Path
+) -> None:
+    line = {"step": 0, "time": 1.0, "eval_easy_accuracy": 0.5, "eval_easy_mine": mean}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(line) + "\n")
+    assert "eval_easy_accuracy" in view.curves_of(tmp_path / "metrics.jsonl")
+    (tmp_path / "run.json").write_text(json.dumps({"trainer": {"eval_accuracy": "mine"}}))
+    assert ("eval_easy_accuracy" in view.curves_of(tmp_path / "metrics.jsonl")) is shown
+
+
 COMPLETION = {
     "step": 5, "set": "easy", "adapter": "", "index": 4, "sample": 1, "prompt": "1+1=", "label": "2",
     "response": "<3", "tokens": [7, 9], "truncated": True, "scores": {"math": 0, "reward": 0.5},

@@ -42,7 +42,7 @@ def test_a_log_message_gets_a_line_of_its_own_above_the_bar(
     monkeypatch.setattr(sys, "stderr", terminal)
     monkeypatch.setenv("COLUMNS", "60")
     monkeypatch.setattr(logging.root, "handlers", [logging.StreamHandler(terminal)])
-    bar = Progress(3, {})
+    bar = Progress(3)
     bar.on_start(SimpleNamespace(step=0), {})
     bar.on_step(SimpleNamespace(step=1), STEP)
     logging.getLogger("rftmega.a").warning("look here")
@@ -59,7 +59,7 @@ def test_a_log_file_has_a_line_for_each_step_and_no_bar(
     update = {"clip_fraction": 0.25, "learning_rate": 1e-6, "truncated": 0.5}
     rewards = {"reward_mine": 0.2, "reward_math": 0.6, "reward_math_undecided": 0.0}
     memory = {"memory_mib_rollout": 300.0, "memory_mib_update": 450.0}
-    bar = Progress(3, {}, seen=lambda: 1.25)
+    bar = Progress(3, seen=lambda: 1.25)
     bar.on_start(SimpleNamespace(step=0), {})
     bar.on_step(SimpleNamespace(step=2), STEP | update | rewards | memory)
     bar.on_end(None)
