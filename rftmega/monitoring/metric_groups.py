@@ -12,8 +12,8 @@ GROUPS: Mapping[str, re.Pattern[str]] = {
         r"(push|servers?|seconds|work|memory|tokens_per_second|tflops|mfu|pipeline)_.+|padding"
     ),
     "rollout": re.compile(
-        r"reward(_.+)?|spread|varied|response_length|generated_tokens|truncated|routes_known|refills|groups_left_out"
-        r"|(data|environment|logprob_gap)_.+|token_mult_prob_error"
+        r"reward(_.+)?|spread|varied|response_length|generated_tokens|truncated|routes_known|refills|mixed_answers|staleness(_.+)?"
+        r"|(data|environment|groups|logprob_gap|replay|rollouts?)_.+|token_mult_prob_error"
     ),
     "train": re.compile(
         r"loss|policy_loss|ratio|ppo_kl|importance(_effective)?|kl|entropy|clip_fraction|(optimizer|skipped|empty)_steps"

@@ -15,6 +15,11 @@ DOCUMENTED = (Path(__file__).parents[3] / "docs/monitoring.md").read_text()
     [
         ("reward_mine", "rollout"),
         ("reward_math_undecided", "rollout"),
+        ("staleness", "rollout"),
+        ("staleness_3", "rollout"),
+        ("groups_dropped", "rollout"),
+        ("replay_rows", "rollout"),
+        ("rollouts_lost", "rollout"),
         ("critic_grad_norm", "train"),
         ("critic_padding", "perf"),
         ("seconds_update", "perf"),
