@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from rftmega.config import RunConfig
-from rftmega.core.types import Metrics
 from rftmega.monitoring.history import Step, changes, read_history
 from rftmega.monitoring.observers.evaluation_score import EvaluationScore, evaluation_scores
 from rftmega.monitoring.observers.observer import Observer
@@ -37,10 +36,7 @@ class RunSummary(Observer):
         self.output = Path(config.trainer.output)
         self.trained = "reward" if config.algorithm.task == "rl" else "loss"
         self.scores = evaluation_scores(config, sets)
-        self.begun = time.monotonic()
-
-    def on_start(self, trainer: Any, metrics: Metrics) -> None:
-        self.begun = time.monotonic()
+        self.begun = time.monotonic()  # the models are built
 
     def on_end(self, trainer: Any) -> None:
         self._report(trainer, "stopped" if trainer.stopped else "finished")
@@ -91,12 +87,20 @@ class RunSummary(Observer):
             "metrics": str(self.output / "metrics.jsonl"),
             "summary": str(self.output / SUMMARY),
             "learning curve": curve,
-            "page of completions": f"{program('rftmega')} view {output}, which writes {PAGE} there"
-            if list(self.output.glob("trajectories/step_*"))
-            else "none (trainer.trajectories=0)",
+            "page of completions": self._page(output),
             "all curves": f"{program('tensorboard')} --logdir {output}",
         }
         return [f"{name:<20} {text}" for name, text in lines.items()]
+
+    def _page(self, output: str) -> str:
+        """Returns the command that makes the page of the run in the folder `output`, or why there is
+        none.
+        """
+        if self.config.algorithm.task != "rl":
+            return "none, since nothing is generated"
+        if not list(self.output.glob("trajectories/step_*")):
+            return "none (trainer.trajectories=0)"
+        return f"{program('rftmega')} view {output}, which writes {PAGE} there"
 
 
 def summary(
