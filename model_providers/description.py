@@ -231,6 +231,21 @@ MISSING = {
 }
 
 
+def _other_backend(family: Any) -> str:
+    """Returns what an error says of backend=fsdp for the model_type `family`, which Megatron's
+    backend does not support.
+    """
+    from transformers import __version__
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    if isinstance(family, str) and family in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        return f"transformers has a decoder of {family}: set backend=fsdp, which trains most of them (docs/backends.md)."
+    return (
+        f"transformers {__version__} has no decoder of this type either, so backend=fsdp can't train it. Choose another model, "
+        "or correct model_type in its config.json."
+    )
+
+
 def describe(hf_config: Mapping[str, Any]) -> ModelDescription:
     """Returns the description of the model of `hf_config`, the content of a Hugging Face
     config.json.
@@ -244,7 +259,7 @@ def describe(hf_config: Mapping[str, Any]) -> ModelDescription:
         why = f": Megatron-Core 0.16 has no {missing}" if missing else ""
         raise CheckpointError(
             f"model_type={family!r} is not supported by backend=megatron{why}; these are: {', '.join(FAMILIES)}. "
-            "backend=fsdp trains most other decoders of transformers (docs/supported_architectures.md)."
+            f"{_other_backend(family)}"
         )
     config = HFConfig(hf_config)
     found: ModelDescription

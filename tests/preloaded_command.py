@@ -9,6 +9,7 @@ import torch
 torch.set_num_threads(1)  # a pool of threads would not survive a fork; each command sets its own
 
 with warnings.catch_warnings():  # filters of a program that only imports are its own
+    import matplotlib.figure  # noqa: F401  # of the learning curve
     import pytest  # noqa: F401  # of the bodies of tests
 
     import rftmega.run.preloaded

@@ -1,5 +1,5 @@
 """Makes one HTML page of a run: curves of its metrics, a table of samples, and each response with
-coloured tokens.
+coloured tokens; and the completions of its evaluations.
 
     rftmega view runs/demo                                     # writes runs/demo/trajectories.html
     rftmega view runs/demo/trajectories/step_000100.jsonl.gz --output page.html --limit 500
@@ -60,7 +60,7 @@ def main(given: list[str] | None = None) -> int:
         type=int,
         default=5000,
         metavar="N",
-        help="at most N samples, of the last steps (5000)",
+        help="at most N samples of training, and as many of evaluations, of the last steps (5000)",
     )
     return exit_code_of(show, parser.parse_args(given))
 
@@ -70,16 +70,16 @@ def show(chosen: argparse.Namespace) -> int:
     if chosen.limit < 1:
         raise DataError(f"--limit {chosen.limit} must be at least 1.")
     files = [path for source in chosen.sources for path in files_of(source)]
-    newest_first = sorted(files, key=lambda path: path.name, reverse=True)
-    found = chain.from_iterable(samples_of(path) for path in newest_first)
-    samples = list(islice(found, chosen.limit))
-    left_out = next(found, None) is not None
+    samples, left_out = newest(files, chosen.limit)
     if not samples:
         raise DataError(f"{files[0]} holds no sample.")
-    samples.sort(key=lambda sample: sample["step"])  # stable: keeps the order within a step
     first = chosen.sources[0]
     target = chosen.output or (first if first.is_dir() else first.parent) / "trajectories.html"
-    text = page(samples, f"Trajectories of {first}", curves_of(first / "metrics.jsonl"))
+    evaluations = sorted(first.glob("evaluations/step_*.jsonl.gz"))
+    completions, _ = newest(evaluations, chosen.limit)
+    text = page(
+        samples + completions, f"Trajectories of {first}", curves_of(first / "metrics.jsonl")
+    )
     try:
         target.write_text(text, encoding="utf-8")
     except OSError as error:
@@ -87,11 +87,23 @@ def show(chosen: argparse.Namespace) -> int:
             f"{target} can't be written: {error.strerror}. Choose another --output."
         ) from error
     more = f", the last of more (--limit {chosen.limit})" if left_out else ""
+    beside = f", {len(completions)} completions of evaluations" if completions else ""
     steps = f"steps {samples[0]['step']} to {samples[-1]['step']}"
     sys.stdout.write(
-        f"wrote {target}: {len(samples)} samples of {steps}{more}, {len(text) / 1e6:.1f} MB\n"
+        f"wrote {target}: {len(samples)} samples of {steps}{more}{beside}, {len(text) / 1e6:.1f} MB\n"
     )
     return 0
+
+
+def newest(files: Sequence[Path], limit: int) -> tuple[list[dict[str, Any]], bool]:
+    """Returns up to `limit` samples of the last steps in `files`, in the order of the steps, and
+    whether there are more.
+    """
+    newest_first = sorted(files, key=lambda path: path.name, reverse=True)
+    found = chain.from_iterable(samples_of(path) for path in newest_first)
+    samples = list(islice(found, limit))
+    # stable: keeps the order within a step
+    return sorted(samples, key=lambda sample: sample["step"]), next(found, None) is not None
 
 
 def files_of(source: Path) -> list[Path]:
@@ -120,12 +132,17 @@ def samples_of(path: Path) -> Iterator[dict[str, Any]]:
 
     Raises DataError, which names file and line, for an invalid sample.
     """
-    number = 0
+    number, groups = 0, dict[tuple[Any, ...], int]()
     try:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as lines:
             for number, line in enumerate(lines, start=1):  # noqa: B007  the errors below name it
-                if line.strip():
-                    yield checked(json.loads(line))
+                if not line.strip():
+                    continue
+                sample = json.loads(line)
+                if isinstance(sample, dict) and "sample" in sample and "set" in sample:
+                    own = tuple(sample.get(key) for key in ("adapter", "set", "index"))
+                    sample = of_evaluation(sample, groups.setdefault(own, len(groups)))
+                yield checked(sample)
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise DataError(f"{path} is no whole gzip file ({error}).") from error
     except OSError as error:
@@ -134,6 +151,29 @@ def samples_of(path: Path) -> Iterator[dict[str, Any]]:
         raise DataError(f"{path}:{number}: not JSON ({error}).") from error
     except DataError as error:
         raise DataError(f"{path}:{number}: no sample of a trajectory: {error}") from error
+
+
+def of_evaluation(found: dict[str, Any], group: int) -> dict[str, Any]:
+    """Returns a completion of an evaluation as a sample of the page, without its tokens. `group`:
+    number of its prompt among those of the evaluation. Raises DataError if scores or tokens are
+    invalid.
+    """
+    scores, ids = found.get("scores", {}), found.get("tokens", [])
+    if not isinstance(scores, dict) or not isinstance(ids, list):
+        raise DataError('"scores" is no object, or "tokens" no list.')
+    names = (found.get("adapter"), found.get("set"))
+    return {
+        "evaluation": "_".join(str(name) for name in names if name) or "evaluation",
+        "group": group,
+        **{key: found.get(key) for key in ("step", "index", "prompt", "label")},
+        "response": found.get("response", f"[lost: {found.get('lost')}]"),
+        "reward": scores.get("reward"),
+        "reward_parts": {name: value for name, value in scores.items() if name != "reward"},
+        "truncated": found.get("truncated", False),
+        "columns": found.get("columns", {}),
+        "length": len(ids),
+        "tokens": {name: [] for name in TOKENS},
+    }
 
 
 def checked(sample: Any) -> dict[str, Any]:
@@ -167,7 +207,7 @@ def checked(sample: Any) -> dict[str, Any]:
 
 
 def check_rollout(sample: dict[str, Any]) -> None:
-    """Raises DataError if the turns, measures, messages or rollout numbers of a sample are invalid;
+    """Raises DataError if the turns, measures, columns, messages or rollout numbers of a sample are invalid;
     all are optional, since older files lack them.
     """
     turns = sample.get("turns", [])
@@ -189,6 +229,8 @@ def check_rollout(sample: dict[str, Any]) -> None:
     messages = sample.get("messages", [])
     if not isinstance(messages, list) or not all(isinstance(each, dict) for each in messages):
         raise DataError('"messages" is no list of objects.')
+    if not isinstance(sample.get("columns", {}), dict):
+        raise DataError('"columns" is no object.')
     if not all(whole(sample.get(key, 0)) for key in ("rollout", "trajectory", "trajectories")):
         raise DataError('"rollout", "trajectory" or "trajectories" is no whole number.')
     if ("trajectory" in sample) != ("trajectories" in sample):
@@ -230,7 +272,7 @@ def page(samples: Sequence[dict[str, Any]], title: str, curves: Any = None) -> s
             )
             said = f"{image.get('path') or 'bytes'}, {size}"
             row.setdefault("images", []).append([image["digest"], said])
-        rows.append(row | summary(sample["tokens"]))
+        rows.append(summary(sample["tokens"]) | row)
     scale = {
         measure: scale_of([sample["tokens"] for sample in samples], measure)
         for measure in SMALLEST_SCALE

@@ -1,4 +1,4 @@
-"""A multi-turn game: data, a warm start, GRPO on 4 processes; then a plot and a summary in
+"""A multi-turn game: data, a warm start, GRPO on 4 processes; the results are in
 runs/guess.
 
 Arguments are overrides of grpo.yaml, e.g. algorithm.advantage=group_norm.
@@ -11,4 +11,4 @@ from rftmega.examples.arithmetic.demo import main
 if __name__ == "__main__":
     folder = Path(__file__).parent
     own = [f"plugins=[{folder / 'environment.py'}]"]  # works from any folder
-    main(folder, "GRPO on a guessing game", __doc__, own)
+    main(folder, __doc__, own)

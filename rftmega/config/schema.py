@@ -878,6 +878,9 @@ class TrainerConfig:
     beside the progress.
     """
 
+    eval_shown: NotNegativeInt = 3
+    """Number of completions of each evaluation to print; wandb gets a table of up to 100. 0: neither."""
+
     trajectories: NotNegativeInt = 10
     """Save samples of the first, every n-th and the last step to output/trajectories (about 20 bytes
     per token), and the completions of each evaluation to output/evaluations; 0: never.

@@ -22,6 +22,7 @@ from rftmega.data.records import Record, value_at
 from rftmega.data.sources import without_contents
 from rftmega.data.tokenizer import Tokenizer
 
+LONGEST_SHOWN = 1000  # characters of a column that only people read
 TESTS = ("tests", "inputs", "test_cases")  # keys of a label of the code reward
 
 
@@ -32,6 +33,7 @@ def load_prompts(
     *,
     max_prompt_tokens: int,
     columns: bool = False,
+    shown: bool = False,
     processor: ImageProcessor | AudioProcessor | None = None,
     max_images: int = 0,
     max_videos: int = 0,
@@ -39,7 +41,8 @@ def load_prompts(
     most: int | None = None,
 ) -> list[Prompt]:
     """Returns one Prompt per record of `source`. `columns`: each Prompt also keeps its record's
-    columns as JSON.
+    columns as JSON. `shown`: it keeps them at least for people, with texts cut to LONGEST_SHOWN
+    characters.
 
     `processor`: of a vision-language model, whose prompts may have `max_images` images and
     `max_videos` videos, or of an audio-language model, whose prompts may have `max_images`
@@ -56,7 +59,7 @@ def load_prompts(
     )
     return load_examples(
         source,
-        partial(_parse, encoder, columns, reader),
+        partial(_parse, encoder, columns, shown, reader),
         too_long=config.too_long,
         noun="prompts",
         places=places,
@@ -66,7 +69,12 @@ def load_prompts(
 
 
 def _parse(
-    encoder: Encoder, columns: bool, reader: MediaReader, record: Record, index: int
+    encoder: Encoder,
+    columns: bool,
+    shown: bool,
+    reader: MediaReader,
+    record: Record,
+    index: int,
 ) -> Prompt:
     config = encoder.config
     label = required(record, config.label_key, "data.label_key") if config.label_key else ""
@@ -90,7 +98,11 @@ def _parse(
     ids = encoder.prompt(reader.marked(text))
     ids, images = reader.placed(ids, sources)
     expanded_within(ids, encoder.max_prompt_tokens, len(images))
-    kept = _columns(text, without_contents(record, config), config) if columns else ""
+    kept = ""
+    if columns:
+        kept = _columns(text, without_contents(record, config), config)
+    elif shown:
+        kept = _shown_columns(text, without_contents(record, config))
     return Prompt(ids, label=str(label), index=index, kind=kind, record=kept, images=images)
 
 
@@ -100,6 +112,19 @@ def _columns(prompt: Any, record: Record, config: DataConfig) -> str:
         name: required(record, key, f"data.columns.{name}") for name, key in config.columns.items()
     }
     return _as_json({**record, **named, "prompt": prompt})
+
+
+def _shown_columns(prompt: Any, record: Record) -> str:
+    """Returns a record's columns as JSON for people: the prompt as it is, other values that are
+    longer than LONGEST_SHOWN characters or not of JSON as text, of which only the beginning is kept.
+    """
+    columns = {name: _shown(value) for name, value in record.items()}
+    return json.dumps({**columns, "prompt": prompt}, default=str)
+
+
+def _shown(value: Any) -> Any:
+    text = value if isinstance(value, str) else json.dumps(value, default=str)
+    return value if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]} [...]"
 
 
 def _is_tests(label: Any) -> bool:

@@ -77,6 +77,11 @@ class PromptOrder(Generic[T]):
             name: len(source.items) for name, source in zip(self._names, self._sources, strict=True)
         }
 
+    @property
+    def epochs(self) -> float:
+        """Returns how many times the data has been used so far: 0.5 is half of its examples."""
+        return self.position / sum(self.sizes.values())
+
     def __iter__(self) -> Iterator[Any]:
         while True:
             batch = [self.at(self.position + i) for i in range(self.batch_size)]

@@ -125,6 +125,7 @@ def _prompts(
         config.data,
         max_prompt_tokens=config.rollout.max_prompt_tokens,
         columns=columns or config.reads_columns,
+        shown=config.trainer.trajectories > 0,
         processor=media.processor,
         max_images=media.max_images,
         max_videos=media.max_videos,

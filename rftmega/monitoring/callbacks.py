@@ -8,12 +8,14 @@ from typing import Any
 
 from rftmega.config import RunConfig
 from rftmega.core.interfaces import Callback, Resumable
+from rftmega.data.sampler import PromptOrder
 from rftmega.monitoring.model_card import write_model_card
 from rftmega.monitoring.observers.assemble import Text, observers_of
 from rftmega.monitoring.observers.checkpointing import Checkpointing
 from rftmega.monitoring.observers.evaluate import Evaluation
 from rftmega.monitoring.observers.observer import AtEnd, Observer
 from rftmega.monitoring.observers.reward_check import Extracting
+from rftmega.monitoring.observers.run_summary import RunSummary
 from rftmega.monitoring.observers.trajectories import Grading
 from rftmega.monitoring.performance.stragglers import Stragglers
 from rftmega.monitoring.performance.throughput import Throughput
@@ -41,6 +43,7 @@ def callbacks_of(
     returns the part of a response that rewards grade, see `trajectories.Grading`; `extracting`:
     returns the answers that rewards read, see `reward_check.Extracting`.
     """
+    data = parts.get("data")
     found: list[Callback] = [
         *observers_of(
             config,
@@ -51,6 +54,7 @@ def callbacks_of(
             measures=measures_of(config),
             grading=grading,
             extracting=extracting,
+            seen=lambda: data.epochs if isinstance(data, PromptOrder) else 0.0,
         )
     ]
     if is_main and config.trainer.export:  # after the export, which makes the folder
@@ -65,6 +69,8 @@ def callbacks_of(
                 last=config.trainer.steps,
             )
         )
+    if is_main:  # after all that it tells of
+        found.append(RunSummary(config, list(evaluation.held_out)))
     return [*found, *timeline_of(config, strategy.label)]  # last, to record the others
 
 

@@ -11,7 +11,7 @@ from rftmega import __version__
 from rftmega.config import RunConfig, without_secrets
 from rftmega.config.load import flatten
 from rftmega.models.hf.export_folder import MARK
-from rftmega.monitoring.history import Step, changes, read_history
+from rftmega.monitoring.history import Step, changes, graded_accuracies, read_history
 
 # a repository's folder in the Hugging Face cache
 CACHED = re.compile(r"models--(.+?)--(.+)/snapshots/(\w+)")
@@ -54,7 +54,7 @@ def model_card(config: RunConfig, history: Sequence[Step]) -> str:
         f"Trained from `{base}`{at} by {TASKS[config.algorithm.task]}, {config.trainer.steps} steps, with rftmega "
         f"{__version__}.",
     ]
-    if table := _table(history):
+    if table := _table(history, config.trainer.eval_accuracy):
         parts += ["## Figures", table]
     options = yaml.safe_dump(chosen_options(config), sort_keys=False, allow_unicode=True)
     parts += [
@@ -84,15 +84,19 @@ def chosen_options(config: RunConfig) -> dict[str, Any]:
     return {name: value for name, value in now.items() if value != defaults.get(name)}
 
 
-def _table(history: Sequence[Step]) -> str:
+def _table(history: Sequence[Step], part: str) -> str:
     """Returns a Markdown table of the first and last value of each main metric (see
-    `history.CHIEF`); "" if there are none. `history`: lines of metrics.jsonl.
+    `history.CHIEF`); "" if there are none. `history`: lines of metrics.jsonl; `part`: the reward
+    component trainer.eval_accuracy.
     """
+    left_out = graded_accuracies(history, part)
     found = changes(history)
     if not found:
         return ""
     rows = ["| metric | first | last |", "|---|---|---|"]
     for name, change in found.items():
+        if name in left_out:
+            continue
         first = f"{change.first:.4g} (step {change.first_step})"
         last = f"{change.last:.4g} (step {change.last_step})"
         rows.append(f"| {name} | {first} | {last} |")

@@ -14,7 +14,7 @@ from rftmega.rewards.answer import answer_of
 from rftmega.rewards.code import CodePart, code_of
 from rftmega.rewards.exact_match import exact_match_rule
 from rftmega.rewards.format import format_rule
-from rftmega.rewards.functions import function_part, missing_columns
+from rftmega.rewards.functions import columns_of, function_part, lacking, missing_columns
 from rftmega.rewards.judge import JudgePart
 from rftmega.rewards.math import MathPart
 from rftmega.rewards.math import complaints as math_complaints
@@ -120,13 +120,7 @@ def check_prompts(config: RewardConfig, prompts: Iterable[Prompt]) -> None:
             )
         )
     problems = _unreadable(config, prompts) + _without_scorer(config, prompts)
-    functions = functions_of(config)
-    problems += [
-        f"reward.functions: {name} asks for {missing}, which is no column (prompt {prompt.index})."
-        for prompt in prompts
-        for name in weights_of(config, prompt.kind)
-        if name in functions and (missing := missing_columns(functions[name], prompt))
-    ]
+    problems += _without_columns(config, prompts)
     if problems:
         raise DataError.first_of(problems)
 
@@ -138,6 +132,30 @@ def _without_scorer(config: RewardConfig, prompts: Sequence[Prompt]) -> list[str
         "weights by task type: reward.recipe={reasoning_gym: {task_library: 1}, '': {exact_match: 1}}."
         for prompt in prompts
         if weights_of(config, prompt.kind).keys() == {"task_library"} and not is_of_library(prompt)
+    ]
+
+
+def _without_columns(config: RewardConfig, prompts: Sequence[Prompt]) -> list[str]:
+    """Returns one message per function and set of columns that it needs and records lack."""
+    functions = {
+        **{name: ("functions: ", each) for name, each in functions_of(config).items()},
+        **{name: ("custom.", IMPLEMENTATIONS[type(each)]) for name, each in config.custom.items()},
+    }
+    found: dict[tuple[str, ...], list[Prompt]] = {}
+    for prompt in prompts:
+        for name in weights_of(config, prompt.kind):
+            if name not in functions:
+                continue
+            where, function = functions[name]
+            missing = missing_columns(function, prompt) - (
+                {"options"} if name in config.custom else set()
+            )
+            if missing:
+                found.setdefault((f"reward.{where}{name}", *sorted(missing)), []).append(prompt)
+    return [
+        f"{where} asks for {', '.join(missing)}, which is no column of {len(own)} of {len(prompts)} records (the first is prompt "
+        f"{own[0].index}). {lacking(missing, columns_of(own[0]))}"
+        for (where, *missing), own in found.items()
     ]
 
 

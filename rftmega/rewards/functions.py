@@ -1,6 +1,7 @@
 """User-defined reward functions with TRL's signature."""
 
 import asyncio
+import difflib
 import inspect
 import json
 import threading
@@ -47,19 +48,36 @@ def function_part(
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # sys.exit, too: the run is not the function's to end
-            raise RewardError(f"{where} raised {_told(error, function)}") from error
+            told = f"{where} raised {_told(error, function)}"
+            if isinstance(error, KeyError) and error.args and error.args[0] not in keywords:
+                told += f". {lacking([str(error.args[0])], keywords)}"
+            raise RewardError(told) from error
         return _scores(given, len(answers), where)
 
     return part
 
 
-def missing_columns(function: RewardFunction, prompt: Prompt) -> str:
+def missing_columns(function: RewardFunction, prompt: Prompt) -> set[str]:
     """Returns the names of the required arguments of `function` for which the prompt's record has
-    no column, joined by commas; "" if there are none.
+    no column.
     """
     _, needed = _parameters(function)
-    known = {*OURS, *_columns(prompt.record, prompt.label)}
-    return ", ".join(sorted(needed - known))
+    return needed - {*OURS, *_columns(prompt.record, prompt.label)}
+
+
+def lacking(names: Iterable[str], columns: Iterable[str]) -> str:
+    """Returns the end of an error message about columns `names` that records lack: the nearest
+    names, and all `columns` that there are.
+    """
+    known = sorted(set(columns) - {*OURS, "options"})
+    near = [near for name in names for near in difflib.get_close_matches(name, known, n=1)]
+    hint = f" Did you mean {' and '.join(near)}?" if near else ""
+    return f"The columns are: {', '.join(known) or 'none'}.{hint} data.columns gives a column another name."
+
+
+def columns_of(prompt: Prompt) -> list[str]:
+    """Returns the names of the columns that reward functions get of a prompt's record."""
+    return list(_columns(prompt.record, prompt.label))
 
 
 def _parameters(function: RewardFunction) -> tuple[set[str] | None, set[str]]:

@@ -65,7 +65,7 @@ def line_of(history: list[Step], steps: int) -> str:
     """Returns a line of text about the last step in `history`: its number, the total number of
     steps (`steps`), the time left, and metrics.
     """
-    from rftmega.monitoring.observers.metric_writers import status
+    from rftmega.monitoring.observers.progress import status
 
     last: Any = history[-1]
     begun: Any = history[0]

@@ -12,6 +12,7 @@ import rftmega.monitoring.callbacks
 import rftmega.monitoring.observers.checkpointing
 import rftmega.monitoring.observers.evaluate
 import rftmega.monitoring.observers.metric_writers
+import rftmega.monitoring.observers.progress
 import rftmega.rewards
 import rftmega.run.placement.reinforcement
 import rftmega.run.placement.supervised

@@ -5,7 +5,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rftmega.monitoring.history import Step, changes, read_history
+from rftmega.monitoring.history import (
+    Change,
+    Step,
+    changes,
+    component_of,
+    graded_accuracies,
+    read_history,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +53,15 @@ class RunResult:
         except ImportError as error:
             raise ImportError("A plot needs matplotlib: pip install matplotlib.") from error
         history = self.history
-        return Curves(history, names or tuple(changes(history)))
+        return Curves(history, names or tuple(self._changes()))
+
+    def _changes(self) -> dict[str, Change]:
+        """Returns the first and last value of the main metrics, without accuracies of graded
+        rewards.
+        """
+        history = self.history
+        left_out = graded_accuracies(history, component_of(self.output))
+        return {name: each for name, each in changes(history).items() if name not in left_out}
 
     def _repr_html_(self) -> str:
         """Returns an HTML table of first and last values, for a notebook."""
@@ -54,7 +69,7 @@ class RunResult:
         head = f"<p>{ended}; <code>{html.escape(str(self.output))}</code></p>"
         rows = [
             f"<tr><th>{html.escape(name)}</th><td>{change.first:.4g}</td><td>{change.last:.4g}</td></tr>"
-            for name, change in changes(self.history).items()
+            for name, change in self._changes().items()
         ]
         titles = "<tr><th>metric</th><th>first</th><th>last</th></tr>"
         return f"{head}<table>{titles}{''.join(rows)}</table>"

@@ -1,11 +1,12 @@
-"""Logs warnings at the start of a run: dropout of config.json that is not applied, and bfloat16 on
-a CPU that is slow at it.
+"""Logs warnings at the start of a run: dropout of config.json that is not applied, bfloat16 on a CPU
+that is slow at it, and old completions without importance sampling.
 """
 
 import logging
 from pathlib import Path
 
 from rftmega.config import RunConfig
+from rftmega.config.options.algorithms import NoImportance
 from rftmega.converters.dropout_fields import dropped_by
 from rftmega.core.json_files import read_json_object
 from rftmega.runtime import device
@@ -18,7 +19,7 @@ log = logging.getLogger(__name__)
 
 def tell(config: RunConfig) -> None:
     """Logs the warnings of this module that apply; called on one process only."""
-    for note in (_dropout(config), _bfloat16(config)):
+    for note in (_dropout(config), _bfloat16(config), _staleness(config)):
         if note:
             log.warning("%s", note)
 
@@ -45,3 +46,17 @@ def _bfloat16(config: RunConfig) -> str:
     if ratio < SLOW:
         return f"{said}."
     return f"{said}, which has no instructions for them. Set model.dtype=float32, unless the memory for it is missing."
+
+
+def _staleness(config: RunConfig) -> str:
+    """Returns a note on completions of earlier policies; "" if there are none, or if importance
+    sampling corrects for them.
+    """
+    stale = config.trainer.max_staleness
+    if not stale or not isinstance(config.algorithm.importance_sampling, NoImportance):
+        return ""
+    return (
+        f"trainer.max_staleness={stale} without importance sampling: completions of policies up to {stale} versions old count "
+        "as if the present policy had sampled them. Set algorithm.importance_sampling.type=token (or sequence, mask) to correct "
+        "for it (docs/asynchronous.md)."
+    )

@@ -41,7 +41,8 @@ def test_held_out_accuracy_rises_by_20_points(layout: str) -> None:
     ]
     subprocess.run(demo, check=True, timeout=900, cwd=ROOT)
     summary = json.loads((ROOT / output / "summary.json").read_text())
-    assert summary["accuracy_after"] - summary["accuracy_before"] >= 0.2
+    accuracy = summary["evaluation"]["eval_exact_match"]
+    assert accuracy["last"] - accuracy["first"] >= 0.2
     assert summary["logprob_gap_max"] < 1e-4
 
 

@@ -681,3 +681,25 @@ def test_the_page_has_the_curves_of_the_run(chat: Any, page: Any) -> None:
     assert [across for across, _ in places] == pytest.approx([2, 26, 50, 74, 98])
     assert [down for _, down in places] == pytest.approx([37, 28.5, 20, 11.5, 3])
     assert not page.is_visible("#run"), "a folder without metrics has none"
+
+
+def test_a_choice_shows_the_completions_of_evaluations_instead(
+    browser: Any, tmp_path: Path
+) -> None:
+    (tmp_path / "trajectories").mkdir()
+    (tmp_path / "evaluations").mkdir()
+    write(tmp_path / "trajectories/step_000001.jsonl.gz", map(sample, range(4)))
+    held_out = {
+        "step": 5, "set": "easy", "adapter": "", "index": 4, "sample": 0, "prompt": "1+1=", "label": "2",
+        "response": "<b>3", "tokens": [7, 9], "truncated": False, "scores": {"math": 0, "reward": 0},
+    }  # fmt: skip
+    write(tmp_path / "evaluations/step_000005.jsonl.gz", [held_out])
+    assert view.main([str(tmp_path)]) == 0
+    page = browser.new_page()
+    page.goto(f"file://{tmp_path}/trajectories.html")
+    assert page.text_content("#count") == "4 of 4 samples"
+    page.check("input[name=kind][value=evaluation]")
+    assert page.text_content("#count") == "1 of 1 samples"
+    assert page.text_content("#response") == "<b>3"
+    assert "easy" in page.text_content("#facts")
+    page.close()

@@ -57,7 +57,8 @@ def test_a_newcomer_follows_readme_and_the_page_to_a_model_that_has_trained(tmp_
     assert "    make demo " in (clone / "README.md").read_text()
     followed("make demo", clone)
     summary = json.loads((clone / "runs/demo/summary.json").read_text())
-    assert summary["accuracy_after"] > summary["accuracy_before"] + 0.1
+    accuracy = summary["evaluation"]["eval_exact_match"]
+    assert accuracy["last"] > accuracy["first"] + 0.1
     said = ""
     for language, file, text in blocks():
         if language == "bash":

@@ -20,6 +20,7 @@ OF_ROLLOUTS = (
     "eval_min_p",
     "eval_pass_at",
     "eval_accuracy",
+    "eval_shown",
     "trajectories_mib",
 )
 READ_OF_GIVEN = {  # options of algorithm and rollout that a task without rollouts reads

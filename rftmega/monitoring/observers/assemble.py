@@ -12,11 +12,10 @@ from rftmega.core.interfaces import Reward
 from rftmega.core.types import Prompt, Rows, Sampling
 from rftmega.monitoring.observers.alerts import Alerts
 from rftmega.monitoring.observers.evaluate import (
-    ACCURACY,
     Answering,
     Evaluate,
     Evaluation,
-    metric_of,
+    Report,
 )
 from rftmega.monitoring.observers.evaluate_rows import (
     HeldOut,
@@ -25,10 +24,13 @@ from rftmega.monitoring.observers.evaluate_rows import (
     preference_of,
 )
 from rftmega.monitoring.observers.evaluation_files import EvaluationFiles
+from rftmega.monitoring.observers.evaluation_score import EvaluationScore, evaluation_scores
+from rftmega.monitoring.observers.evaluation_table import EvaluationTable
 from rftmega.monitoring.observers.exporting import Exporting
 from rftmega.monitoring.observers.health import Divergence, MixedGroups, UndecidedLimit
-from rftmega.monitoring.observers.metric_writers import JSONLines, Progress, TensorBoard
+from rftmega.monitoring.observers.metric_writers import JSONLines, TensorBoard
 from rftmega.monitoring.observers.observer import Observer
+from rftmega.monitoring.observers.progress import Progress
 from rftmega.monitoring.observers.publish import MLflow, Prometheus, Trackio, WandB
 from rftmega.monitoring.observers.reward_check import Extracting, RewardCheck
 from rftmega.monitoring.observers.run_chat import RunChat
@@ -64,7 +66,13 @@ def evaluation_of_prompts(
     is the main process, the only one that writes them.
     """
     chosen = config.trainer
-    files = EvaluationFiles(f"{chosen.output}/evaluations", text.decode, warn=_warns(config))
+    reports: list[Report] = []
+    if is_main and chosen.trajectories:
+        reports.append(
+            EvaluationFiles(f"{chosen.output}/evaluations", text.decode, warn=_warns(config))
+        )
+    if is_main and chosen.eval_shown:
+        reports.append(EvaluationTable(text.decode, printed=chosen.eval_shown))
     return Evaluate(
         held_out,
         reward,
@@ -72,7 +80,7 @@ def evaluation_of_prompts(
         every=chosen.eval_every,
         last=chosen.steps,
         adapters=tuple(config.model.lora.evaluated),
-        report=files if is_main and chosen.trajectories else None,
+        reports=reports,
     )
 
 
@@ -107,6 +115,7 @@ def observers_of(
     measures: Sequence[Observer] = (),
     grading: Grading | None = None,
     extracting: Extracting | None = None,
+    seen: Callable[[], float] | None = None,
 ) -> list[Observer]:
     """Returns the observers of a run in the order in which they are called.
 
@@ -115,16 +124,16 @@ def observers_of(
     the model to; `is_main`: whether this is the main process, the only one that writes metrics and
     trajectories; `measures`: observers that add performance metrics; `grading`: returns the part of
     a response that rewards grade, see `trajectories.Grading`; `extracting`: returns the answers
-    that rewards read, see `reward_check.Extracting`.
+    that rewards read, see `reward_check.Extracting`; `seen`: see `Progress`.
     """
     chosen, task = config.trainer, config.algorithm.task
     found: list[Observer] = [*([evaluation] if evaluation.held_out else []), *measures]
     if is_main:
-        judged = evaluation.held_out if task in ("rl", "reward_model") else ()
         found += writers(
             config,
-            {name: metric_of(name, ACCURACY) for name in judged},
-            {name: metric_of(name, chosen.eval_accuracy) for name in judged if task == "rl"},
+            evaluation_scores(config, evaluation.held_out),
+            seen,
+            next((each for each in evaluation.reports if isinstance(each, EvaluationTable)), None),
         )
     if is_main and task == "rl":
         found.append(RewardCheck(text.decode, grading=grading, extracting=extracting))
@@ -161,22 +170,25 @@ def observers_of(
 
 
 def writers(
-    config: RunConfig, accuracy: Mapping[str, str], means: Mapping[str, str]
+    config: RunConfig,
+    scores: Sequence[EvaluationScore],
+    seen: Callable[[], float] | None = None,
+    completions: EvaluationTable | None = None,
 ) -> list[Observer]:
-    """Returns the observers that write or display metrics, and the alerts. `accuracy` and `means`:
-    name of an evaluation set -> name of its accuracy metric, and of its mean-score metric, for the
-    progress bar.
+    """Returns the observers that write or display metrics, and the alerts. `scores`: main scores of
+    the evaluation sets, for the progress; `seen`: see `Progress`; `completions`: those of the last
+    evaluation, for wandb.
     """
     output, chosen = config.trainer.output, config.logging
     found: list[Observer] = [
         JSONLines(f"{output}/metrics.jsonl", warn=_warns(config)),
         TensorBoard(f"{output}/tensorboard", warn=_warns(config)),
-        Progress(config.trainer.steps, accuracy, means),
+        Progress(config.trainer.steps, scores, seen),
         Alerts(Path(output) / "metrics.jsonl"),
         RunReports(config),
     ]
     if chosen.wandb:
-        found.append(WandB(chosen.wandb, config))
+        found.append(WandB(chosen.wandb, config, completions))
     if chosen.mlflow:
         found.append(MLflow(chosen.mlflow, config))
     if chosen.trackio:

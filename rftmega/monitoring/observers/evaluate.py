@@ -61,6 +61,8 @@ class Evaluation(Observer):
     after every `every`-th step (0: no step) and after step `last`.
     """
 
+    reports: Sequence[Report] = ()
+
     def __init__(self, held_out: Mapping[str, Any], *, every: int, last: int):
         """Stores the settings. `held_out`: evaluation sets (prompts or rows) by name; a single set
         may have the name "", see `metric_of`. `every`, `last`: the steps after which the model is
@@ -95,16 +97,16 @@ class Evaluate(Evaluation):
         every: int,
         last: int,
         adapters: Sequence[str] = (),
-        report: Report | None = None,
+        reports: Sequence[Report] = (),
     ):
         """Stores the settings. `held_out`: evaluation set's name -> its prompts; `reward`: scores
         the completions; `answering`: sampling and metrics; `every`, `last`: the steps after which
         the policy is evaluated; `adapters`: names of LoRA adapters that are evaluated in addition
-        to the policy; `report`: receives all completions of each evaluation.
+        to the policy; `reports`: receive all completions of each evaluation.
         """
         super().__init__(held_out, every=every, last=last)
         self.reward, self.answering, self.adapters = reward, answering, adapters
-        self.report = report
+        self.reports = reports
 
     def evaluate(self, trainer: Any) -> Metrics:
         """Evaluates the policy. Returns for each evaluation set the mean of every reward component
@@ -119,8 +121,8 @@ class Evaluate(Evaluation):
             # at each evaluation, so that a resumed run finds the same requests in its journal
             with trainer.engine.answering_with(adapter):
                 found += self._completed(trainer, adapter)
-        if self.report:
-            self.report(trainer.step, found)
+        for report in self.reports:
+            report(trainer.step, found)
         return self._measured(found) | {"eval_seconds": time.perf_counter() - begin}
 
     def _completed(self, trainer: Any, adapter: str = "") -> list[Evaluated]:

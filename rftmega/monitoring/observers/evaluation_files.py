@@ -7,12 +7,18 @@ from typing import Any
 from rftmega.core.media_positions import unexpanded
 from rftmega.monitoring.observers.evaluate import Evaluated
 from rftmega.monitoring.observers.output_files import set_aside, writing
-from rftmega.monitoring.observers.trajectories import LOGP_DIGITS, name_of, rounded, write
+from rftmega.monitoring.observers.trajectories import (
+    LOGP_DIGITS,
+    columns_of,
+    name_of,
+    rounded,
+    write,
+)
 
 
 class EvaluationFiles:
     """EvaluationFiles writes a file per evaluation, with one JSON object per completion (see
-    `record_of`). It is the `report` of `Evaluate`.
+    `record_of`). It is a `Report` of `Evaluate`.
     """
 
     def __init__(
@@ -51,6 +57,7 @@ def record_of(
         "sample": found.sample,
         "prompt": decode(unexpanded(prompt.token_ids, prompt.images)),
         "label": prompt.label,
+        **({"columns": columns} if (columns := columns_of(prompt)) else {}),
         **(
             {"lost": rollout.lost}
             if rollout.lost

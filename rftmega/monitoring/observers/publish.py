@@ -1,4 +1,6 @@
-"""Metric publishers: Weights & Biases, MLflow, trackio, and a Prometheus endpoint."""
+"""Metric publishers: Weights & Biases, MLflow, trackio, and a Prometheus endpoint. The first three
+have the names of metric_groups, Prometheus those of metrics.jsonl.
+"""
 
 import json
 import os
@@ -19,6 +21,8 @@ from rftmega.config import RunConfig, without_secrets
 from rftmega.config.load import flatten
 from rftmega.core.errors import ConfigError
 from rftmega.core.types import Metrics
+from rftmega.monitoring.metric_groups import grouped_metrics
+from rftmega.monitoring.observers.evaluation_table import EvaluationTable, ShownCompletion
 from rftmega.monitoring.observers.observer import Observer
 from rftmega.monitoring.observers.output_files import set_aside
 
@@ -34,19 +38,21 @@ QUIET: dict[str, Any] = {
 
 
 class WandB(Observer):
-    """WandB is a callback that logs metrics and config to Weights & Biases, configured by wandb's
+    """WandB is a callback that logs metrics, config and completions of evaluations (a table
+    eval/completions) to Weights & Biases, configured by wandb's
     own environment variables (WANDB_MODE=offline writes into a folder). A resumed run continues
     under the id that is stored in output/wandb.id.
     """
 
-    def __init__(self, project: str, config: RunConfig):
-        self.project, self.config = project, config
+    def __init__(self, project: str, config: RunConfig, completions: EvaluationTable | None = None):
+        self.project, self.config, self.completions = project, config, completions
 
     def on_start(self, trainer: Any, metrics: Metrics) -> None:
         output = Path(self.config.trainer.output)
         with temporary_files_in(output / "wandb" / "temporary", of="wandb"):
             import wandb  # optional, and slow to import
 
+        self.table = wandb.Table
         self.run = wandb.init(
             project=self.project,
             id=remembered(output / "wandb.id", trainer, lambda: uuid.uuid4().hex),
@@ -59,7 +65,13 @@ class WandB(Observer):
         self.on_step(trainer, metrics)
 
     def on_step(self, trainer: Any, metrics: Metrics) -> None:
-        self.run.log(dict(metrics), step=trainer.step)
+        logged: dict[str, Any] = {**grouped_metrics(metrics)}
+        found = self.completions
+        if found and found.step == trainer.step and found.rows:
+            logged["eval/completions"] = self.table(
+                columns=list(ShownCompletion._fields), data=found.rows
+            )
+        self.run.log(logged, step=trainer.step)
 
     def on_end(self, trainer: Any) -> None:
         self.run.finish()
@@ -125,7 +137,10 @@ class MLflow(Observer):
         from mlflow.entities import Metric
 
         now = int(time.time() * 1000)
-        told = [Metric(name, value, now, trainer.step) for name, value in metrics.items()]
+        told = [
+            Metric(name, value, now, trainer.step)
+            for name, value in grouped_metrics(metrics).items()
+        ]
         self.client.log_batch(self.run, metrics=told)
 
     def on_end(self, trainer: Any) -> None:
@@ -162,7 +177,7 @@ class Trackio(Observer):
         self.on_step(trainer, metrics)
 
     def on_step(self, trainer: Any, metrics: Metrics) -> None:
-        self.run.log(dict(metrics), step=trainer.step)
+        self.run.log(grouped_metrics(metrics), step=trainer.step)
 
     def on_end(self, trainer: Any) -> None:
         self.run.finish()

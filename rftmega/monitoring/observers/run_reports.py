@@ -9,11 +9,11 @@ from typing import Any
 
 from rftmega.config import RunConfig, without_secrets
 from rftmega.core.types import Metrics
+from rftmega.monitoring.history import CONFIG
 from rftmega.monitoring.observers.observer import Observer
 from rftmega.monitoring.observers.output_files import writing
 
 log = logging.getLogger(__name__)
-CONFIG = "run.json"  # a run's options, in its output folder
 MODELS = {"": "model", "critic_": "critic"}  # prefix of the metrics -> name of the model
 
 

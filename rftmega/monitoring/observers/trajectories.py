@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rftmega.core.media_positions import Placed, PlacedImage, unexpanded
 from rftmega.core.ragged import Ragged
-from rftmega.core.types import Experience, Metrics, Samples, Turn
+from rftmega.core.types import Experience, Metrics, Prompt, Samples, Turn
 from rftmega.data.media.thumbnails import thumbnail_of
 from rftmega.monitoring.observers.observer import Observer
 from rftmega.monitoring.observers.output_files import set_aside, synchronise, writing
@@ -170,9 +170,9 @@ def records(
 
     "rollout" is the rollout's number. If a rollout has several rows, "trajectory" is the index of
     this row, from 0, and "trajectories" the number of rows. "turns" lists the turns with their
-    positions among the tokens of the response; "messages" are the prompt's chat messages;
-    "measures" are numbers that the environment reported. Each of these keys is present only if its
-    value is known.
+    positions among the tokens of the response; "columns" are those of the data record without
+    prompt and label; "messages" are the prompt's chat messages; "measures" are numbers that the
+    environment reported. Each of these keys is present only if its value is known.
     """
     assert experience.old_logp is not None, "a rollout that was learnt from has been scored"
     shown: set[str] = set()
@@ -244,8 +244,9 @@ def places_of(samples: Samples[Ragged]) -> list[dict[str, int]]:
 
 
 def told(samples: Samples[Ragged], row: int, first: int) -> dict[str, Any]:
-    """Returns the turns of a row ("turns"), the chat messages of its prompt ("messages") and the
-    numbers that its environment reported ("measures"); unknown values have no key.
+    """Returns the turns of a row ("turns"), the columns of its data record ("columns"), the chat
+    messages of its prompt ("messages") and the numbers that its environment reported ("measures");
+    unknown values have no key.
 
     `row`: index of the row in `samples`; `first`: position of the response's first token in the
     row.
@@ -255,6 +256,7 @@ def told(samples: Samples[Ragged], row: int, first: int) -> dict[str, Any]:
     found = {
         "turns": [described_turn(turn, first) for turn in turns if turn.start >= first],
         "measures": {name: value for name, value in counted.items() if value is not None},
+        "columns": columns_of(samples.prompts[row]),
         "messages": messages_in(samples.prompts[row].record),
     }
     return {name: value for name, value in found.items() if value}
@@ -291,6 +293,21 @@ def described_turn(turn: Turn, first: int) -> dict[str, Any]:
         "start": turn.start - first,
         "stop": turn.stop - first,
         "reward": rounded(turn.reward, LOGP_DIGITS),
+    }
+
+
+def columns_of(prompt: Prompt) -> dict[str, Any]:
+    """Returns the columns of a prompt's data record without prompt and label; empty if they are
+    unknown.
+    """
+    if not prompt.record:
+        return {}
+    columns = json.loads(prompt.record, parse_constant=str)  # NaN, which the file can't hold
+    text = columns.pop("prompt", None)
+    return {
+        name: value
+        for name, value in columns.items()
+        if value != text and not (isinstance(value, str) and value == prompt.label)
     }
 
 

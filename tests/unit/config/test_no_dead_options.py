@@ -396,6 +396,7 @@ ELSEWHERE = {
         "unit/monitoring/observers/test_publish.py",
         "127.0.0.1",
     ),
+    "trainer.eval_shown": ("0", "unit/monitoring/observers/test_evaluation_table.py", "printed=2"),
     "reward.timeout": ("0", "e2e/test_reward_hangs.py", "reward.timeout=2"),
     "rollout.deadline_seconds": ("60", "distributed/test_engine_faults.py", "deadline_seconds="),
     "trainer.push_to_hub": ("mine", "e2e/test_api.py", "trainer.push_to_hub="),

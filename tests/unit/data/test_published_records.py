@@ -65,6 +65,18 @@ def test_files_of_verl_are_read_by_dotted_keys(ours: Tokenizer, tmp_path: Path) 
     assert record["reward_model"] == {"style": "rule", "ground_truth": "4"}
 
 
+def test_columns_that_only_people_read_are_cut_and_may_hold_anything(
+    ours: Tokenizer, tmp_path: Path
+) -> None:
+    row = {"prompt": "2+2?", "label": "4", "blob": b"ab", "tests": ["1"] * 999, "level": 2}
+    path = tmp_path / "train.parquet"
+    parquet.write_table(pa.Table.from_pylist([row]), path)
+    (found,) = load_prompts(path, ours, DataConfig(), shown=True, max_prompt_tokens=99)
+    record = json.loads(found.record)
+    assert (record["prompt"], record["level"], record["blob"]) == ("2+2?", 2, "b'ab'")
+    assert record["tests"] == json.dumps(row["tests"])[:1000] + " [...]"
+
+
 def test_every_key_may_be_dotted(ours: Tokenizer, tmp_path: Path) -> None:
     deep = {"x": {"q": "a", "y": "b", "n": "c", "kind": "d", "a.b": "e"}}
     path = written(tmp_path, deep)

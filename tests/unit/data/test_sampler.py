@@ -233,3 +233,11 @@ def test_records_that_no_json_can_hold_are_known_all_the_same(tmp_path: Path) ->
         f"{tmp_path}/made.py:rows", lambda record, index: index, too_long="error", noun="rows"
     )
     assert len(set(found.identities)) == 2
+
+
+def test_the_share_of_the_data_that_was_used_counts_epochs() -> None:
+    order = PromptOrder(list("abcdefgh"), batch_size=5, seed=0)
+    assert order.epochs == 0
+    for _, _ in zip(range(2), order, strict=False):
+        pass
+    assert order.epochs == 10 / 8

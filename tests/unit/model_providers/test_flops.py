@@ -57,7 +57,7 @@ def test_a_gated_delta_net_multiplies_each_token_with_its_states(tmp_path: Path)
     rows = 4 * 16 * 2 + 8 * 12 * 2 + 8 * 2  # queries and keys, values and gates, two numbers a head
     projections, convolution = 64 * rows, 4 * (4 * 16 * 2 + 8 * 12)
     states = 3 * 8 * 16 * 12  # read, written and read again
-    by_hand = 2 * 50 * 2 * (projections + convolution + states)
+    by_hand = 2 * 50 * 3 * (projections + convolution + states)
     assert forward_flops(model, [50]) == pytest.approx(
         counter.get_total_flops() + by_hand, rel=1e-6
     )

@@ -117,9 +117,21 @@ def test_what_a_model_dropped_when_it_was_made_changes_nothing(
     assert describe(hf_config | change) == describe(hf_config)
 
 
-@pytest.mark.parametrize("family", ["gemma2", "phi", "gpt_bigcode", None])
-def test_a_family_that_is_not_there_is_refused_with_those_that_are(family: str | None) -> None:
-    with pytest.raises(CheckpointError, match=f"these are: {', '.join(FAMILIES)}. backend=fsdp"):
+@pytest.mark.parametrize(
+    ("family", "hint"),
+    [
+        ("gemma2", "transformers has a decoder of gemma2: set backend=fsdp"),
+        ("phi", "set backend=fsdp"),
+        ("gpt_bigcode", "set backend=fsdp"),
+        ("t5", "has no decoder of this type either"),
+        ("typo", "has no decoder of this type either"),
+        (None, "has no decoder of this type either"),
+    ],
+)
+def test_a_family_that_is_not_there_is_refused_with_those_that_are(
+    family: str | None, hint: str
+) -> None:
+    with pytest.raises(CheckpointError, match=f"these are: {', '.join(FAMILIES)}. .*{hint}"):
         describe({"model_type": family})
 
 

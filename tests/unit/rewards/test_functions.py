@@ -205,9 +205,22 @@ def test_a_column_that_is_not_there_is_told_before_training() -> None:
     def needs(completions: Any, answer: Any, level: Any = None) -> list[float]:
         return [0.0]
 
-    with pytest.raises(DataError, match=r"needs asks for answer, which is no column \(prompt 7\)"):
-        scores([needs], [asked(7, prompt="p", question="q")], [""])
+    prompts = [asked(n, prompt="p", answr="q", hint="r") for n in (7, 8)]
+    with pytest.raises(DataError) as error:
+        scores([needs], [*prompts, asked(9, prompt="p", answer="q")], [""] * 3)
+    assert str(error.value) == (
+        "reward.functions: needs asks for answer, which is no column of 2 of 3 records (the first is prompt 7). The columns "
+        "are: answr, hint. Did you mean answr? data.columns gives a column another name."
+    )
     assert scores([needs], [asked(7, prompt="p", answer="q")], [""])[0]["reward"] == 0.0
+
+
+def test_a_column_that_is_looked_up_and_not_there_is_told_with_the_columns() -> None:
+    def needs(completions: Any, **columns: Any) -> list[float]:
+        return [float(each) for each in columns["levl"]]
+
+    with pytest.raises(RewardError, match=r"columns are: level. Did you mean level\?"):
+        scores([needs], [asked(7, prompt="p", level=1)], [""])
 
 
 def test_references_name_a_function_of_a_file_or_of_a_module(tmp_path: Path) -> None:

@@ -1,14 +1,16 @@
-"""What a run says at its start of dropout in config.json, and of bfloat16 on a CPU."""
+"""What a run says at its start of dropout in config.json, of bfloat16 on a CPU, and of staleness."""
 
 import json
 import logging
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from rftmega.config import ModelConfig, RunConfig
+from rftmega.config.options.algorithms import NoImportance, TokenImportance
 from rftmega.run import start_notes
 from rftmega.runtime.device import cpu_speed
 
@@ -61,3 +63,19 @@ def test_the_ratio_is_of_the_times_of_both(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_a_measurement_takes_little_time_and_is_a_positive_number() -> None:
     assert cpu_speed.bfloat16_ratio(0.01) > 0
+
+
+@pytest.mark.parametrize(
+    ("stale", "correction", "told"),
+    [(0, NoImportance(), False), (4, NoImportance(), True), (4, TokenImportance(), False)],
+)
+def test_old_completions_without_importance_sampling_are_told_once_at_the_start(
+    stale: int, correction: Any, told: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = RunConfig()
+    config.trainer.max_staleness = stale
+    config.algorithm.importance_sampling = correction
+    start_notes.tell(config)
+    said = [each for each in caplog.messages if "trainer.max_staleness=4" in each]
+    assert len(said) == told
+    assert all("algorithm.importance_sampling.type=token" in each for each in said)

@@ -130,8 +130,8 @@ def test_images_of_an_older_file_are_shown() -> None:
     assert "pictures" not in found
 
 
-def test_turns_and_measures_are_in_the_page_and_messages_are_not_there_twice() -> None:
-    told = {"turns": [TURN], "measures": {HOSTILE: 2.0}, "rollout": 3}
+def test_turns_measures_and_columns_are_in_the_page_and_messages_are_not_there_twice() -> None:
+    told = {"turns": [TURN], "measures": {HOSTILE: 2.0}, "columns": {HOSTILE: [1]}, "rollout": 3}
     text = view.page([view.checked(sample(**told, messages=[{"content": "once"}]))], title="x")
     found = Elements(text)
     (row,) = json.loads(found.data["samples"])["samples"]
@@ -145,8 +145,49 @@ def cut(path: Path) -> Path:
     return path
 
 
+@pytest.mark.parametrize(("mean", "shown"), [(0.5, True), (0.75, False)])
+def test_the_accuracy_of_a_graded_reward_is_no_curve(
+    mean: float, shown: bool, tmp_path: Path
+) -> None:
+    line = {"step": 0, "time": 1.0, "eval_easy_accuracy": 0.5, "eval_easy_mine": mean}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(line) + "\n")
+    assert "eval_easy_accuracy" in view.curves_of(tmp_path / "metrics.jsonl")
+    (tmp_path / "run.json").write_text(json.dumps({"trainer": {"eval_accuracy": "mine"}}))
+    assert ("eval_easy_accuracy" in view.curves_of(tmp_path / "metrics.jsonl")) is shown
+
+
+COMPLETION = {
+    "step": 5, "set": "easy", "adapter": "", "index": 4, "sample": 1, "prompt": "1+1=", "label": "2",
+    "response": "<3", "tokens": [7, 9], "truncated": True, "scores": {"math": 0, "reward": 0.5},
+}  # fmt: skip
+
+
+def test_completions_of_evaluations_are_in_the_page_beside_the_samples(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(tmp_path / "trajectories/step_000001.jsonl.gz", sample())
+    lost = {key: COMPLETION[key] for key in ("step", "set", "adapter", "index", "prompt", "label")}
+    other = lost | {"sample": 0, "index": 6, "lost": "away"}
+    write(tmp_path / "evaluations/step_000005.jsonl.gz", COMPLETION, other, COMPLETION)
+    assert view.main([str(tmp_path)]) == 0
+    assert "1 samples of steps 1 to 1, 3 completions of evaluations" in capsys.readouterr().out
+    held = Elements((tmp_path / "trajectories.html").read_text()).data
+    _, first, second, third = json.loads(held["samples"])["samples"]
+    assert first == third == {
+        "evaluation": "easy", "group": 0, "step": 5, "index": 4, "prompt": "1+1=", "label": "2", "response": "<3",
+        "reward": 0.5, "reward_parts": {"math": 0}, "truncated": True, "length": 2, "gap": None, "gap_max": None, "columns": {},
+    }  # fmt: skip
+    assert (second["group"], second["response"], second["reward"]) == (1, "[lost: away]", None)
+
+
 TURN = {"role": "tool", "name": "add", "start": 0, "stop": 1, "reward": 0.0}
 BAD = {
+    "scores that are text": (
+        lambda folder: write(folder / "a.gz", {**COMPLETION, "scores": "x"}), '"scores" is no object',
+    ),
+    "an evaluation without a prompt": (
+        lambda folder: write(folder / "a.gz", {**COMPLETION, "prompt": None}), '"prompt" is missing',
+    ),
     "nothing there": (lambda folder: folder / "nowhere", "There is no "),
     "a folder without trajectories": (lambda folder: folder, "Was the run's trainer.trajectories 0?"),
     "half a gzip file": (lambda folder: cut(write(folder / "a.gz", sample())), "is no whole gzip file"),
@@ -177,6 +218,7 @@ BAD = {
         lambda folder: write(folder / "a.gz", sample(turns=[TURN | {"reward": "much"}])), "a turn's reward is no number"),
     "a list of measures": (lambda folder: write(folder / "a.gz", sample(measures=[])), '"measures" is no object'),
     "a word for a measure": (lambda folder: write(folder / "a.gz", sample(measures={"a": "b"})), "a measure is no number"),
+    "text for columns": (lambda folder: write(folder / "a.gz", sample(columns="x")), '"columns" is no object'),
     "text for messages": (lambda folder: write(folder / "a.gz", sample(messages="x")), '"messages" is no list of objects'),
     "half a rollout": (lambda folder: write(folder / "a.gz", sample(rollout=0.5)), "is no whole number"),
     "a trajectory of no number": (lambda folder: write(folder / "a.gz", sample(trajectory=1)), "one is missing"),

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from rftmega.monitoring.observers.alerts import AGAIN, ALERTS, Alerts
-from rftmega.monitoring.observers.metric_writers import status
+from rftmega.monitoring.observers.progress import status
 from tests.e2e.conftest import ROOT
 
 WELL = {
@@ -98,6 +98,6 @@ def test_the_line_of_a_step_says_what_was_trained_and_how_fast() -> None:
         "seconds_update": 2.0, "loss": 0.01, "reference_kl": 0.002, "logprob_gap_max": 1.5e-6, "push_bytes": 7.0,
     }  # fmt: skip
     assert status(metrics) == (
-        "reward 0.41 ±0.3, 182 tokens per completion, 1.2e+03 tokens/s, loss 0.01, KL 0.002, gap 1.5e-06"
+        "reward 0.41 ±0.3, length 182, KL 0.002, loss 0.01, gap 1.5e-06, 1.2e+03 tokens/s, 5 s/step"
     )
     assert status({"loss": 0.5, "grad_norm": 1.0}) == "loss 0.5, grad norm 1"

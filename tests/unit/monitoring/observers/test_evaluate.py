@@ -3,6 +3,7 @@
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import numpy
@@ -15,8 +16,9 @@ from rftmega.core.sampling_seeds import evaluation_seed
 from rftmega.core.types import Prompt, Rollout, Sampling, TokenStats
 from rftmega.data.sampler import PromptOrder
 from rftmega.monitoring.observers.evaluate import Answering, Evaluate
-from rftmega.monitoring.observers.metric_writers import Progress
+from rftmega.monitoring.observers.evaluation_score import EvaluationScore
 from rftmega.monitoring.observers.observer import Observer
+from rftmega.monitoring.observers.progress import Progress
 from rftmega.rollout.engines import ScriptedEngine
 from rftmega.trainer import Learner, PPOTrainer
 from rftmega.trainer.experience import ExperienceMaker
@@ -107,7 +109,7 @@ def near(prompts: Sequence[Prompt], rollouts: Sequence[Rollout]) -> list[dict[st
     return [{"near": 1 / (1 + abs(each - 7)), "reward": 0.0} if each else {} for each in found]
 
 
-def test_accuracy_is_the_share_of_scores_of_1_and_more_and_the_mean_stands_beside_it(
+def test_accuracy_is_the_share_of_scores_of_1_and_more_and_a_graded_reward_has_a_mean_score(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     engine = Completions({EASY[0]: [7, 8, 9, 0], EASY[1]: [7, 7, 5, 8]})
@@ -116,10 +118,10 @@ def test_accuracy_is_the_share_of_scores_of_1_and_more_and_the_mean_stands_besid
     assert found["eval_accuracy"] == pytest.approx(3 / 7)
     mean = (3 + 2 * 1 / 2 + 2 * 1 / 3) / 7
     assert found["eval_near"] == pytest.approx(mean)
-    bar = Progress(1, {"": "eval_accuracy"}, {"": "eval_near"})
+    bar = Progress(1, [EvaluationScore("", "eval_near", "")])
     bar.on_start(Trainer(engine), found)
     bar.on_end(None)
-    said = "held-out accuracy before training: 42.9% (mean score 0.667)"
+    said = "evaluation before training: mean score 0.667"
     assert capsys.readouterr().out.splitlines() == [said]
 
 
@@ -225,31 +227,43 @@ def test_equal_weights_are_evaluated_equally_at_every_step() -> None:
 
 
 @pytest.mark.parametrize(
-    ("accuracy", "shown"),
+    ("scores", "shown"),
     [
-        ({"": "eval_exact_match"}, "held-out accuracy before training: 25.0%"),
-        (
-            {"a": "eval_a_x", "b": "eval_b_x", "c": "eval_c_x"},
-            "held-out accuracy before training: a 50.0%, b 75.0%",
-        ),
+        ([("", "eval_exact_match", "accuracy")], "accuracy 25.0%"),
+        ([(name, f"eval_{name}_x", "accuracy") for name in "abc"], "accuracy of a 50.0%, accuracy of b 75.0%"),
+        ([("", "eval_cross_entropy", "cross-entropy")], "cross-entropy 1.23"),
     ],
-)
-def test_progress_shows_the_accuracy_of_each_set(
-    accuracy: dict[str, str], shown: str, capsys: pytest.CaptureFixture[str]
+)  # fmt: skip
+def test_progress_shows_the_score_of_each_set(
+    scores: list[tuple[str, str, str]], shown: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    bar = Progress(1, accuracy)
-    bar.on_start(
-        Trainer(Completions({})), {"eval_exact_match": 0.25, "eval_a_x": 0.5, "eval_b_x": 0.75}
-    )
+    metrics = {
+        "eval_exact_match": 0.25,
+        "eval_a_x": 0.5,
+        "eval_b_x": 0.75,
+        "eval_cross_entropy": 1.234,
+    }
+    bar = Progress(1, [EvaluationScore(*score) for score in scores])
+    bar.on_start(Trainer(Completions({})), metrics)
     bar.on_end(None)
-    assert capsys.readouterr().out.splitlines() == [shown]
+    assert capsys.readouterr().out.splitlines() == [f"evaluation before training: {shown}"]
 
 
-def test_a_mean_that_is_the_accuracy_is_not_said_twice(capsys: pytest.CaptureFixture[str]) -> None:
-    bar = Progress(1, {"": "eval_accuracy"}, {"": "eval_exact_match"})
-    bar.on_start(Trainer(Completions({})), {"eval_accuracy": 0.5, "eval_exact_match": 0.5})
-    bar.on_end(None)
-    assert capsys.readouterr().out.splitlines() == ["held-out accuracy before training: 50.0%"]
+def test_a_score_of_your_own_is_an_accuracy_once_all_its_values_are_0_or_1(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    own = EvaluationScore("", "eval_mine", "")
+    for means, shares, said in (
+        ((0.0, 0.5), (0.0, 0.5), ["mean score 0", "accuracy 50.0%"]),
+        ((0.0, 0.5, 1.0), (0.0, 0.25, 1.0), ["mean score 0", "mean score 0.5", "mean score 1"]),
+    ):
+        bar = Progress(9, [own])
+        bar.on_start(SimpleNamespace(step=0), {"eval_mine": means[0], "eval_accuracy": shares[0]})
+        for step, (mean, share) in enumerate(zip(means[1:], shares[1:], strict=True), start=1):
+            bar.on_step(SimpleNamespace(step=step), {"eval_mine": mean, "eval_accuracy": share})
+        bar.on_end(None)
+        lines = capsys.readouterr().out.splitlines()
+        assert [line.partition(": ")[2] for line in lines] == said
 
 
 class Several(Completions):

@@ -27,7 +27,7 @@ def test_every_completion_of_every_set_is_written_with_its_scores(tmp_path: Path
     files = EvaluationFiles(tmp_path / "evaluations", text)
     sets = {"easy": EASY, "hard": HARD}
     answering = Answering(samples=2, sampling=Sampling(0.5))
-    Evaluate(sets, seven, answering, every=0, last=1, report=files).evaluate(Trainer(engine))
+    Evaluate(sets, seven, answering, every=0, last=1, reports=[files]).evaluate(Trainer(engine))
     found = lines_of(tmp_path / "evaluations/step_000000.jsonl.gz")
     assert [(each["set"], each["index"], each["sample"], each["tokens"]) for each in found] == [
         ("easy", 0, 0, [7]),

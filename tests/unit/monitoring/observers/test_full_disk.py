@@ -110,5 +110,5 @@ def test_trajectories_without_room_leave_no_half_file(
 def test_what_a_full_disk_does_is_what_checkpoint_on_failure_says(chosen: Any) -> None:
     config = RunConfig()
     config.checkpoint.on_failure = chosen
-    found = [each for each in writers(config, {}, {}) if isinstance(each, StepLines)]
+    found = [each for each in writers(config, []) if isinstance(each, StepLines)]
     assert [each.warn for each in found] == [chosen == "warn"]

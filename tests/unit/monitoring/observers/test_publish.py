@@ -14,6 +14,7 @@ import pytest
 
 from rftmega.config import RewardConfig, RunConfig, TrainerConfig, without_secrets
 from rftmega.core.errors import ConfigError
+from rftmega.monitoring.observers.evaluation_table import EvaluationTable, ShownCompletion
 from rftmega.monitoring.observers.publish import MLflow, Prometheus, WandB
 
 TRAINER = SimpleNamespace(step=0, resumed=False)
@@ -62,16 +63,22 @@ def test_wandb_writes_offline_without_a_network_and_no_command_line(
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("HTTPS_PROXY", "http://127.0.0.1:9")
     monkeypatch.setattr("sys.argv", ["train_rl.py", "reward.remote_url=http://me:s3cr3t@host"])
-    writer = WandB("a-project", RunConfig(trainer=TrainerConfig(output=str(tmp_path / "run"))))
+    table = EvaluationTable(str, printed=1)
+    table.step, table.rows = 0, [ShownCompletion(0, "easy", 1, "ask", "answer-of-7", "", 0.5, "")]
+    config = RunConfig(trainer=TrainerConfig(output=str(tmp_path / "run")))
+    writer = WandB("a-project", config, table)
     writer.on_start(TRAINER, {"eval_reward": 0.5})
+    monkeypatch.setattr(writer, "table", lambda **_: pytest.fail("an evaluation is a table once"))
     writer.on_step(SimpleNamespace(step=1), {"a_loss_of_1": 3.0})
     writer.on_end(TRAINER)
     (written,) = (tmp_path / "run" / "wandb").glob("offline-run-*/*.wandb")
     deadline = time.monotonic() + 60  # another process writes it
-    while b"a_loss_of_1" not in written.read_bytes():
+    while b"train/a_loss_of_1" not in written.read_bytes():
         assert time.monotonic() < deadline
         time.sleep(0.1)
     assert b"a-project" in written.read_bytes()
+    (evaluated,) = [path.read_text() for path in tmp_path.rglob("*.table.json")]
+    assert "answer-of-7" in evaluated
     known = (tmp_path / "run" / "wandb.id").read_text()
     assert written.name == f"run-{known}.wandb"
     resumed = WandB("a-project", RunConfig(trainer=TrainerConfig(output=str(tmp_path / "run"))))
@@ -104,7 +111,7 @@ def test_mlflow_has_the_options_and_every_step_and_a_resumed_run_goes_on_there(
     client = mlflow.MlflowClient(f"file://{output}/mlruns")
     (run,) = client.search_runs([client.get_experiment_by_name("an experiment").experiment_id])
     assert (run.info.run_name, run.info.status) == ("run", "FINISHED")
-    history = client.get_metric_history(run.info.run_id, "loss")
+    history = client.get_metric_history(run.info.run_id, "train/loss")
     assert [(point.step, point.value) for point in history] == [(1, 3.0), (2, 1.5)]
     assert run.data.params["trainer.steps"] == "7"
     assert not [
@@ -140,8 +147,8 @@ def test_trackio_has_every_step_and_a_resumed_run_goes_on_there(tmp_path: Path) 
     name = (tmp_path / "run/trackio.id").read_text()
     assert {run for run, _, _ in rows} == {name}
     found = [(step, json.loads(metrics)) for _, step, metrics in rows]
-    assert found[:2] == [(0, {"eval_reward": 0.5}), (1, {"loss": 3.0})]
-    assert found[-1] == (2, {"loss": 1.5})
+    assert found[:2] == [(0, {"eval/reward": 0.5}), (1, {"train/loss": 3.0})]
+    assert found[-1] == (2, {"train/loss": 1.5})
     assert json.loads(config[0])["trainer"]["steps"] == 7
 
 

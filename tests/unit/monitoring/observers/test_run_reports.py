@@ -14,7 +14,7 @@ from rftmega.monitoring.observers.run_reports import RunReports
 def told(folder: Path) -> RunReports:
     config = RunConfig()
     config.trainer.output, config.trainer.steps = str(folder), 9
-    (found,) = [each for each in writers(config, {}, {}) if isinstance(each, RunReports)]
+    (found,) = [each for each in writers(config, []) if isinstance(each, RunReports)]
     return found
 
 

@@ -168,7 +168,20 @@ def test_tokens_of_the_environment_have_no_numbers(tmp_path: Path) -> None:
 def test_trajectories_of_a_rollout_are_numbered_and_tell_their_turns_and_measures(
     tmp_path: Path,
 ) -> None:
-    asked = Prompt((97, 98), index=3, record=json.dumps({"prompt": "ab", "answer": "?"}))
+    asked = Prompt(
+        (97, 98),
+        index=3,
+        label="7",
+        record=json.dumps(
+            {
+                "prompt": "ab",
+                "question": "ab",
+                "label": "7",
+                "answer": "?",
+                "hardness": float("nan"),
+            }
+        ),
+    )
     first, second = Completion((65,), (-0.5,), "stop", 0), Completion((66,), (-1.0,), "stop", 0)
     said = (
         Turn("assistant", 2, 3, reward=0.25),
@@ -207,6 +220,7 @@ def test_trajectories_of_a_rollout_are_numbered_and_tell_their_turns_and_measure
         {"turns": 3.0},
         {"turns": 3.0},
     ]
+    assert [line["columns"] for line in lines] == [{"answer": "?", "hardness": "NaN"}] * 3
     assert [line["messages"] for line in lines] == [[{"role": "user", "content": "ab"}]] * 3
 
 
