@@ -38,8 +38,9 @@ class Chunks(NamedTuple):
     then the second chunks of the rows that have one, and so on; longer rows precede shorter ones.
     """
 
-    tokens: Tensor  # [chunks, size] indices of packed tokens; 0 where a row has ended
-    inside: Tensor  # [chunks, size] bool: False where a row has ended
+    # [chunks, size] indices of packed tokens; 0 where a row has ended: nothing that is used depends
+    # on what follows a row
+    tokens: Tensor
     places: Tensor  # [tokens] the position of each token in the flattened `tokens`
     steps: tuple[int, ...]  # number of first chunks, of second chunks, ...
 
@@ -62,7 +63,7 @@ def divided(edges: list[int]) -> Chunks:
     inside = index < torch.tensor(ends, dtype=torch.int64)[:, None]
     places = torch.zeros(edges[-1], dtype=torch.int64)
     places[index[inside]] = inside.flatten().nonzero()[:, 0]
-    return Chunks(index.where(inside, 0), inside, places, tuple(steps))
+    return Chunks(index.where(inside, 0), places, tuple(steps))
 
 
 def gated_delta_rule(
@@ -77,7 +78,6 @@ def gated_delta_rule(
     """
     heads, width = key.shape[1:]
     several = value.shape[1] // heads
-    inside = chunks.inside[:, None, None]  # [chunks, 1, 1, size]
     # [chunks, key heads, 1, size, key size]
     query, key = (_in_chunks(_normalised(x.float()), chunks)[:, :, None] for x in (query, key))
     query = query * width**-0.5
@@ -86,8 +86,8 @@ def gated_delta_rule(
     values, decay, rate = (
         x[chunks.tokens].permute(0, 2, 3, 1, *range(4, x.dim() + 1)) for x in value_heads
     )
-    rate = rate.where(inside, 0.0)[..., None]
-    summed = decay.where(inside, 0.0).cumsum(-1)  # log of the decay since the chunk's begin
+    rate = rate[..., None]
+    summed = decay.cumsum(-1)  # log of the decay since the chunk's begin
     between = summed[..., :, None] - summed[..., None, :]  # log of the decay between two tokens
     size = chunks.tokens.shape[1]
     later = torch.ones(size, size, dtype=torch.bool, device=key.device).triu(1)

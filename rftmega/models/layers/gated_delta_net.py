@@ -175,14 +175,14 @@ def _indices_of(packed: PackedSeqParams, width: int, processes: int) -> RowIndic
     found: RowIndices | None = getattr(packed, "row_indices", None)
     if found is None:
         edges = packed.edges
-        tokens, inside, back, steps = divided(edges)
+        tokens, back, steps = divided(edges)
         order = order_of_rows(edges, processes) if processes > 1 else torch.arange(edges[-1])
         places = behind_gaps(edges, width - 1)
         where = packed.cu_seqlens_q.device
-        tokens, inside, back, places, order = (
-            index.to(where, non_blocking=True) for index in (tokens, inside, back, places, order)
+        tokens, back, places, order = (
+            index.to(where, non_blocking=True) for index in (tokens, back, places, order)
         )
-        chunks = Chunks(tokens, inside, back, steps)
+        chunks = Chunks(tokens, back, steps)
         found = RowIndices(len(edges) - 1, chunks, places, order, order.argsort())
         packed.row_indices = found
     return found
