@@ -2,9 +2,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, Qwen3NextConfig
 
 from rftmega.config import ParallelConfig
+from rftmega.converters.delta_net import linear_layers
 from rftmega.model_providers.description import describe, layout_violations, stage_layers
 from rftmega.model_providers.hf_config import read_hf_config
 from tests.tiny_models import VARIANTS, save_tiny
@@ -70,3 +71,11 @@ def test_what_the_model_cannot_be_split_into_is_refused_with_the_nearest(
 ) -> None:
     found = layout_violations(describe(read_hf_config(save_tiny(tmp_path, variant))), parallel)
     assert any(complaint in reason for reason in found), found
+
+
+@pytest.mark.parametrize("every", [None, 2, 3])
+def test_without_layer_types_each_nth_layer_has_attention(every: int | None) -> None:
+    given = {} if every is None else {"full_attention_interval": every}
+    kinds = Qwen3NextConfig(num_hidden_layers=7, **given).layer_types
+    linear = linear_layers({"num_hidden_layers": 7, **given})
+    assert [n in linear for n in range(7)] == [kind == "linear_attention" for kind in kinds]
