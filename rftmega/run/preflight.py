@@ -48,6 +48,11 @@ from rftmega.weights.receivers.fp8 import BLOCK
 FP8_SINCE = (2, 6)
 HEAD = "score.weight"  # of a value model
 VLLM_CPU_LATENT_SIZE = 576
+# model_type -> what vLLM's CPU build lacks for it
+VLLM_CPU_LACKS = {
+    "minimax_m2": "the choice of experts by sigmoid scores without groups",
+    "gpt_oss": "experts with biases",
+}
 VLLM_CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 
 
@@ -346,6 +351,11 @@ def _engine(config: RunConfig, model: ModelDescription, on: device.Device) -> li
 
 def _vllm_on_a_cpu(model: ModelDescription) -> list[str]:
     """Returns the reason why vLLM's CPU kernels can't run `model`; [] if they can."""
+    if lacking := VLLM_CPU_LACKS.get(model.family):
+        return [
+            f"rollout.engine=vllm: its CPU build lacks {lacking}, which model_type={model.family} needs. Set "
+            "rollout.engine=transformers."
+        ]
     if latent := model.latent:
         size = latent.key_value_rank + latent.rope_dim
         if size == VLLM_CPU_LATENT_SIZE:

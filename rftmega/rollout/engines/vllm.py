@@ -74,6 +74,7 @@ from rftmega.weights.receivers.fp8 import described, quantised  # noqa: E402
 from rftmega.weights.receivers.reload import (  # noqa: E402
     FreshParameters,
     forget_expert_kernels,
+    name_loaders,
     pack_output_heads,
     with_head_bias,
 )
@@ -394,6 +395,7 @@ class VLLMEngine(Engine):
 
     def _load_weights(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:
         self._llm.apply_model(forget_expert_kernels)
+        self._llm.apply_model(name_loaders)
         if self._quantised:
             device.current().prepare_fp8()
             named_tensors = quantised(named_tensors)

@@ -19,6 +19,11 @@ The published config.json has these keys; configs that transformers writes lack 
 selects experts differently.
 """
 
+MINIMAX_M2 = {"scoring_func": "sigmoid", "use_routing_bias": True}
+"""Expert selection of MiniMax-M2, which vLLM reads in published configs; configs that transformers
+writes lack these keys, and `rotary_dim`.
+"""
+
 VISION_MOE = {"text_config": {"norm_topk_prob": True}}
 """Expert weighting of Qwen3-VL-MoE: published configs have this key, which vLLM reads; configs that
 transformers writes lack it.
@@ -52,6 +57,8 @@ def _of_family(config: dict[str, Any], *, on_cuda: bool) -> dict[str, Any]:
         if config["model_type"] == "qwen3_vl_moe":
             seeing["hf_overrides"] = VISION_MOE
         return seeing
+    if config["model_type"] == "minimax_m2":
+        return {"hf_overrides": MINIMAX_M2 | {"rotary_dim": _rotated(config)}}
     if config["model_type"] not in ("deepseek_v3", "kimi_k2"):
         return {}
     arguments: dict[str, Any] = {"hf_overrides": DEEPSEEK_V3}
@@ -60,6 +67,17 @@ def _of_family(config: dict[str, Any], *, on_cuda: bool) -> dict[str, Any]:
         # on a CPU with AMX it would choose kernels that refuse fp32
         arguments["attention_config"] = {"backend": "CPU_MLA"}
     return arguments
+
+
+def _rotated(config: dict[str, Any]) -> int:
+    """Returns how many elements of a head rotary embeddings rotate in the model of a config.json of
+    MiniMax-M2.
+    """
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    fraction = rope.get("partial_rotary_factor", config.get("partial_rotary_factor"))
+    if fraction is None:
+        return int(config.get("rotary_dim", config["head_dim"]))
+    return int(config["head_dim"] * fraction)
 
 
 def sees(folder: str | Path) -> bool:

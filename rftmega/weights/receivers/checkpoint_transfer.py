@@ -24,6 +24,7 @@ from rftmega.runtime import device
 from rftmega.weights.receivers.fp8 import quantised
 from rftmega.weights.receivers.reload import (
     forget_expert_kernels,
+    name_loaders,
     pack_output_heads,
     with_head_bias,
 )
@@ -49,6 +50,7 @@ class CheckpointTransferEngine(WeightTransferEngine[Init, Update]):
         # an interrupted update left layers half-loaded
         finalize_layerwise_reload(self.model, self.model_config)
         forget_expert_kernels(self.model)
+        name_loaders(self.model)
         initialize_layerwise_reload(self.model)
         self._missing = set(self._expected)
 

@@ -3,7 +3,7 @@ substitutes our parameter loaders.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, Protocol
 
 import torch
@@ -61,6 +61,16 @@ def _device_of(head: Any) -> torch.device:
     kept = get_layerwise_info(head).kernel_tensors
     weight: Tensor = kept[0]["weight"] if kept is not None else head.weight
     return weight.device
+
+
+def name_loaders(model: Any) -> None:
+    """Gives parameter loaders that are partial functions the name of their function: vLLM's reload
+    asks every loader for its name, and would end with an AttributeError (MiniMax-M2).
+    """
+    for parameter in model.parameters():
+        loader = getattr(parameter, "weight_loader", None)
+        if isinstance(loader, partial) and not hasattr(loader, "__name__"):
+            vars(loader)["__name__"] = loader.func.__name__
 
 
 def forget_expert_kernels(model: Any) -> None:

@@ -143,6 +143,13 @@ def test_a_moe_has_real_engines_on_a_cpu(engine: str, tmp_path: Path) -> None:
             "vllm",
             ["know kv_lora_rank + qk_rope_head_dim = 576 only, not 24"],
         ),
+        (
+            "minimax-m2",
+            P(),
+            1,
+            "vllm",
+            ["lacks the choice of experts by sigmoid scores without groups"],
+        ),
         ("qwen2", P(), 1, "vllm", ["know no head size 16 (head_dim of the model), only 32"]),
     ],
 )

@@ -4,10 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from rftmega.config import RunConfig, load
+from rftmega.config import DataConfig, RunConfig, load
 from rftmega.config.schema import RewardConfig
 from rftmega.config.tree import choices_of, options, unions, value_of, walk
 from rftmega.config.validation import violations
+from rftmega.config.validation.data import files
 from rftmega.config.validation.paths import PATHS
 from rftmega.core.errors import ConfigError
 from tests.unit.config.overridden import leads, overridden, with_value
@@ -795,3 +796,10 @@ def test_a_judge_that_can_not_work_is_refused(
     found = "\n".join(violations(config, 1))
     assert says in found
     assert "s3cr3t" not in found
+
+
+def test_a_missing_file_is_told_once_by_the_option_that_named_it() -> None:
+    """An evaluation has its data as data.train as well, which nobody gave."""
+    config = RunConfig(data=DataConfig(train="/nowhere", eval="/nowhere"))
+    told = [problem for problem in files(config) if "/nowhere" in problem]
+    assert told == ["data.eval=/nowhere is not a file or folder."]

@@ -3,6 +3,7 @@ it must not change.
 """
 
 import inspect
+import json
 from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
@@ -201,3 +202,19 @@ def test_the_prefix_cache_is_off_on_a_cpu_where_layers_keep_a_state(
 def test_a_model_that_transformers_does_not_know_keeps_its_prefix_cache(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "nobody_knows"}')
     assert not has_recurrent_layers(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("fields_of_rope", "rotated"),
+    [({"rope_parameters": {"partial_rotary_factor": 0.5}}, 16), ({"rotary_dim": 8}, 8), ({}, 32)],
+)
+def test_vllm_is_told_what_transformers_leaves_out_of_minimax_m2(
+    fields_of_rope: dict[str, Any], rotated: int, tmp_path: Path
+) -> None:
+    fields = {"model_type": "minimax_m2", "head_dim": 32} | fields_of_rope
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    assert model_arguments(tmp_path, on_cuda=True)["hf_overrides"] == {
+        "rotary_dim": rotated,
+        "scoring_func": "sigmoid",
+        "use_routing_bias": True,
+    }
