@@ -115,11 +115,12 @@ def _missing_sources(config: RunConfig) -> list[str]:
         *((f"data.evals.{name}=", source or " ") for name, source in data.evals.items()),
     ]
     refused: set[str] = set()  # one message for all tasks of a library that is not installed
-    # one message for a source, by its last name: an evaluation has its data as data.train, too
-    for source, name in {source: name for name, source in named if source}.items():
+    # an evaluation has its held-out data as data.train, which nobody gave
+    told_once = data.train in data.held_out.values()
+    for name, source in named[1:] if told_once else named:
         library = task_source(source)
         if library is None:
-            if not split_source(source)[0].exists():
+            if source and not split_source(source)[0].exists():
                 found.append(f"{name}{source} is not a file or folder.")
         elif config.algorithm.task != "rl" or name == "data.ptx=":
             found.append(

@@ -803,3 +803,9 @@ def test_a_missing_file_is_told_once_by_the_option_that_named_it() -> None:
     config = RunConfig(data=DataConfig(train="/nowhere", eval="/nowhere"))
     told = [problem for problem in files(config) if "/nowhere" in problem]
     assert told == ["data.eval=/nowhere is not a file or folder."]
+
+
+def test_each_held_out_set_without_a_file_is_told() -> None:
+    config = RunConfig(data=DataConfig(train="/nowhere", evals={"easy": "", "hard": ""}))
+    told = [problem for problem in files(config) if problem.startswith("data.")]
+    assert len(told) == 3, told
