@@ -476,6 +476,14 @@ def value_model(config: RunConfig) -> RunConfig:
     return next(x[1] for x in built(config) if x[0] == "value model")
 
 
+class WithAnyName(ModuleType):
+    """A module from which every name can be imported, as None."""
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+
 def engine(config: RunConfig, *, kind: str = "cpu", processes: int = 1) -> Seen:
     """What vLLM is told, in this process or in servers."""
     seen: Seen = []
@@ -488,21 +496,13 @@ def engine(config: RunConfig, *, kind: str = "cpu", processes: int = 1) -> Seen:
         "rftmega.rollout.engines.expert_routing",
         "rftmega.rollout.engines.compiled_classes",
     )
-    fake = {name: ModuleType(name) for name in modules}
+    fake = {name: WithAnyName(name) for name in modules}
     fake["vllm"].LLM = lambda **named: (
         seen.append(named) or SimpleNamespace(apply_model=lambda work: [None])
     )
-    fake["vllm"].SamplingParams = None
-    fake["vllm.distributed.parallel_state"].cleanup_dist_env_and_memory = None
-    fake["vllm.model_executor.model_loader.reload"].finalize_layerwise_reload = None
-    fake["vllm.sampling_params"].RequestOutputKind = fake["vllm.v1.engine"].FinishReason = None
-    for name in ("pack_output_heads", "forget_expert_kernels", "with_head_bias"):
-        setattr(fake["rftmega.weights.receivers.reload"], name, None)
     changed = SimpleNamespace(collected=nullcontext, give_to=lambda model: None)
     fake["rftmega.rollout.engines.compiled_classes"].ChangedClasses = lambda: changed
     fake["rftmega.weights.receivers.adapter"].adapters_of = lambda evaluated: {"": None}
-    fake["rftmega.weights.receivers.adapter"].set_adapter = None
-    fake["rftmega.rollout.engines.expert_routing"].CapturedRoutes = None
     fake["rftmega.weights.receivers.reload"].FreshParameters = lambda *_, **__: None
 
     class Server:
