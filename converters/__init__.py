@@ -99,17 +99,23 @@ def left_out(hf_config: Mapping[str, Any], names: Iterable[str]) -> set[str]:
 
 def written(hf_config: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the changes to config.json for an exported folder: field -> new value, or None to
-    remove the field.
+    remove the field. A field of its section `text_config` is changed there.
 
     An export contains no tensors that the architecture's conversion table lists in `left_out`, and
     no quantised weights. An architecture without a conversion table is exported with the tensors
     that transformers reads, which exclude multi-token prediction layers.
     """
+    text = hf_config.get("text_config") or {}
     if has_table(hf_config):
         of_family = getattr(_family(hf_config), "written", None)
         changes: dict[str, Any] = of_family(completed(hf_config)) if of_family else {}
     else:
-        changes = {name: 0 for name in OF_PREDICTORS if hf_config.get(name)}
+        changes = {name: 0 for name in OF_PREDICTORS if hf_config.get(name) or text.get(name)}
+    if inner := {name: value for name, value in changes.items() if name in text}:
+        outer = {
+            name: value for name, value in changes.items() if name not in text or name in hf_config
+        }
+        changes = outer | {"text_config": {**text, **inner}}
     return changes | ({FIELD: None} if hf_config.get(FIELD) is not None else {})
 
 

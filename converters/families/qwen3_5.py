@@ -15,6 +15,7 @@ FIELDS = VisionFields(
     only={**qwen3_vl.FIELDS.only, "deepstack_visual_indexes": []},
 )
 left_out = delta_net.left_out
+written = delta_net.written
 
 
 def table(config: Config) -> list[Rule]:

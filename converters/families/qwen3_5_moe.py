@@ -12,6 +12,7 @@ from rftmega.converters.rules import Rule
 
 FIELDS = replace(qwen3_5.FIELDS, text=qwen3_5_moe_text.FIELDS)
 left_out = delta_net.left_out
+written = delta_net.written
 stacks = qwen3_vl_moe.stacks
 
 

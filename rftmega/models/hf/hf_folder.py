@@ -439,7 +439,10 @@ def _as_written(config: Path, *, quantised: bool) -> str | None:
     gone = [name for name, value in changes.items() if value is None]
     kept = {name: value for name, value in (content | changes).items() if name not in gone}
     config.write_text(json.dumps(kept, indent=2) + "\n")
+    inner = changes.pop("text_config", {})
+    before = content.get("text_config") or {}
     said = [f"{name}={changes[name]}" for name in changes if name not in gone]
+    said += [f"text_config.{name}={x}" for name, x in inner.items() if x != before[name]]
     found = []
     if said:
         found.append(

@@ -15,6 +15,7 @@ from rftmega.model_providers.hf_config import read_hf_config
 from rftmega.models.hf.hf_folder import INDEX, HFFolder, copy_companions
 from rftmega.models.hf.stacked_files import open_folder
 from tests.tiny_models import VARIANTS, save_tiny, with_predictor
+from tests.tiny_vision import save_tiny_vision
 
 
 def check(folder: Path) -> None:
@@ -54,6 +55,23 @@ def test_qwen3_5_s_layers_that_predict_a_second_token_are_left_out_and_not_writt
     fields = read_hf_config(folder)
     assert left_out(fields, HFFolder(folder).names) == {"mtp.fc.weight"}
     assert written(fields) == {"mtp_num_hidden_layers": 0}
+
+
+@pytest.mark.parametrize("kind", ["qwen3_5", "qwen3_5_moe"])
+def test_layers_that_predict_a_second_token_are_counted_out_in_the_section_of_the_text_model(
+    kind: str, tmp_path: Path
+) -> None:
+    folder = save_tiny_vision(tmp_path / "model", kind)
+    config = json.loads((folder / "config.json").read_text())
+    text = config["text_config"] | {"mtp_num_hidden_layers": 1, "head_dim": 16}
+    change_config(folder, text_config=text)
+    target = tmp_path / "export"
+    target.mkdir()
+    said = copy_companions(folder, target)
+    assert said is not None and "text_config.mtp_num_hidden_layers=0" in said
+    assert "head_dim" not in said
+    config["text_config"] = text | {"mtp_num_hidden_layers": 0}
+    assert json.loads((target / "config.json").read_text()) == config
 
 
 @pytest.mark.parametrize("variant", ["deepseek-v3", "glm4-moe"])
