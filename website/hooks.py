@@ -11,6 +11,8 @@ from website.architectures import PAGE, architectures_page
 from website.links import GENERATED, PAGES, of_the_site
 from website.lists import for_python_markdown
 from website.options_page import options_page
+from website.python_api import PAGE as PYTHON_API
+from website.python_api import python_api_page
 from website.reference_api import SYSTEMS, names_page
 
 ROOT = Path(__file__).parents[1]
@@ -31,6 +33,7 @@ def on_files(files: Files, config: Any) -> Files:
         files.append(File.generated(config, page, content=(ROOT / source).read_text()))
     files.append(File.generated(config, "options.md", content=options_page()))
     files.append(File.generated(config, PAGE, content=architectures_page()))
+    files.append(File.generated(config, PYTHON_API, content=python_api_page()))
     for system in SYSTEMS:
         name = f"{system.lower()}_names.md"
         files.append(File.generated(config, name, content=names_page(system)))

@@ -14,13 +14,16 @@ PAGES = {  # files outside docs/ that are pages, too
     "ARCHITECTURE.md": "architecture.md",
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changes.md",
+    "examples/smollm/README.md": "smollm.md",
     "examples/gsm8k/README.md": "gsm8k.md",
     "examples/dapo_math/README.md": "dapo_math.md",
     "examples/moe_30b/README.md": "moe_30b.md",
+    "examples/code_agent/README.md": "code_agent.md",
 }
 GENERATED = (
     "docs/options.md",
     "docs/fsdp_architectures.md",
+    "docs/python_api.md",
     "docs/lightrft_names.md",
     "docs/rlinf_names.md",
 )

@@ -19,8 +19,10 @@ from website import formulas, layouts_drawn
 from website.links import PAGES, of_the_site
 from website.lists import for_python_markdown
 from website.options_page import options_page
+from website.python_api import escaped, python_api_page, section
 
 ROOT = Path(__file__).parents[3]
+CHROMIUM = Path("/usr/bin/chromium")
 SOURCES = sorted([*(ROOT / "docs").glob("*.md"), *(ROOT / name for name in PAGES)])
 COMPARED = ("ul", "ol", "li", "pre", "table", "tr", "h1", "h2", "h3", "h4", "blockquote", "strong")
 
@@ -103,7 +105,35 @@ def test_it_builds_and_has_a_page_of_every_document(site: Path) -> None:
     built = {name for name, _ in pages(site)}
     assert {f"{path.stem}.html" for path in (ROOT / "docs").glob("*.md")} <= built
     assert {page.replace(".md", ".html") for page in PAGES.values()} | {"options.html"} <= built
-    assert {"lightrft_names.html", "rlinf_names.html"} <= built
+    assert {"lightrft_names.html", "rlinf_names.html", "python_api.html"} <= built
+
+
+@pytest.mark.browser
+@pytest.mark.skipif(not CHROMIUM.exists(), reason=f"no {CHROMIUM}: apt-get install chromium")
+@pytest.mark.parametrize("name", ["index.html", "decisions/traps.html"])
+def test_a_page_that_is_opened_as_a_file_can_be_searched(name: str, site: Path) -> None:
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=str(CHROMIUM), args=["--no-sandbox"])
+        page = browser.new_page()
+        page.goto(f"file://{site}/{name}")
+        page.keyboard.press("/")
+        page.keyboard.type("max_staleness")
+        first = page.locator(".md-search-result__link").first.get_attribute("href") or ""
+        browser.close()
+    assert first.startswith(f"file://{site}/asynchronous.html")
+
+
+def test_the_python_api_has_signatures_fields_and_docstrings() -> None:
+    text = python_api_page()
+    assert "def train(\n    config: str | Path | Mapping[str, Any] | RunConfig," in text
+    assert "Returns its\nresult when it has ended." in text
+    assert "class Sampling(NamedTuple):\n    temperature: float = 1.0" in text
+    assert "async def run(self, task: Prompt, model: Model)" in text
+    assert escaped("a `b_c` d_e *f* <g> `h<i>`") == r"a `b_c` d\_e \*f\* &lt;g&gt; `h<i>`"
+    with pytest.raises(LookupError, match="gone"):
+        list(section("rftmega.core.types.gone"))
 
 
 MISTAKES = (
