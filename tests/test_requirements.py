@@ -96,6 +96,7 @@ def said(code: str) -> str:
     ).stdout.strip()
 
 
+@pytest.mark.ranks
 def test_torchvision_is_imported_in_any_process_and_its_transforms_work() -> None:
     code = (
         "from torchvision.transforms import v2; import torch; "

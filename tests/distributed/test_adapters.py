@@ -88,7 +88,7 @@ MIXED: dict[str, Case] = {
 QUICK_MIXED = ("EP2", "TP2, split experts")
 FEW = list(MIXED)[:10]
 MANY = list(MIXED)[10:]
-QUICK = ("TP2", "TP2, SP", "PP2, full recompute")
+QUICK = ("TP2, SP", "PP2, full recompute")
 FIRST = list(LAYOUTS)[:9]
 EXHAUSTIVE = list(LAYOUTS)[9:-1]
 

@@ -63,7 +63,7 @@ LAYOUTS: dict[str, tuple[int, ParallelConfig]] = {
     "2 replicas x 2": (4, P(replicas=2)),
     "2 replicas x TP2": (4, P(replicas=2, tensor=2)),
 }
-QUICK = ("FSDP 1", "FSDP 1 x TP2")
+QUICK = ("FSDP 1 x TP2",)
 DTYPES = [pytest.param("float32", marks=pytest.mark.ranks), "bfloat16"]
 
 

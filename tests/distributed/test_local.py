@@ -146,7 +146,7 @@ def test_restarts_have_an_end_and_what_the_user_can_mend_has_none() -> None:
     ("asked", "whom"),
     [
         pytest.param(signal.SIGTERM, "the launcher", marks=pytest.mark.ranks),
-        (signal.SIGUSR1, "all its processes"),
+        pytest.param(signal.SIGUSR1, "all its processes", marks=pytest.mark.ranks),
     ],
 )
 def test_a_request_to_stop_reaches_ranks_that_end_by_themselves(

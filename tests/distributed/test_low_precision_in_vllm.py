@@ -104,7 +104,7 @@ def assert_completions_of_rounded_weights(folder: Path, found: Any) -> None:
     assert sum(gaps) / len(gaps) < 0.05
 
 
-@pytest.mark.parametrize("variant", ["qwen3", "qwen3-moe"])
+@pytest.mark.parametrize("variant", [pytest.param("qwen3", marks=pytest.mark.ranks), "qwen3-moe"])
 def test_log_probs_are_those_of_the_rounded_model_as_far_as_8_bits_of_activations_go(
     variant: str, tmp_path: Path
 ) -> None:
@@ -116,9 +116,8 @@ def test_log_probs_are_those_of_the_rounded_model_as_far_as_8_bits_of_activation
     assert_completions_of_rounded_weights(folder, found)
 
 
-@pytest.mark.parametrize(
-    "transport", ["shared_memory", "network", pytest.param("disk", marks=pytest.mark.ranks)]
-)
+@pytest.mark.ranks
+@pytest.mark.parametrize("transport", ["shared_memory", "network", "disk"])
 def test_servers_answer_with_the_rounded_weights(transport: str, tmp_path: Path) -> None:
     if not device.current().has_fp8_matmul():
         pytest.skip("this machine does not multiply in 8 bits")

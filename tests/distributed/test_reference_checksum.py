@@ -51,7 +51,8 @@ def counted(model: Path, dtype: torch.dtype) -> int:
     return (total + 2**63) % 2**64 - 2**63
 
 
-@pytest.mark.parametrize("backend", [pytest.param("megatron", marks=pytest.mark.ranks), "fsdp"])
+@pytest.mark.ranks
+@pytest.mark.parametrize("backend", ["megatron", "fsdp"])
 def test_another_reference_is_refused_and_the_same_one_is_not_in_any_layout(
     backend: str, tmp_path: Path
 ) -> None:

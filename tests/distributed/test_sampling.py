@@ -128,7 +128,11 @@ def transformers_body(world: Any, folder: Path) -> tuple[list[Completions], list
 
 @pytest.mark.parametrize(
     "body",
-    [transformers_body, vllm_body, pytest.param(servers_body, marks=pytest.mark.ranks)],
+    [
+        pytest.param(transformers_body, marks=pytest.mark.ranks),
+        vllm_body,
+        pytest.param(servers_body, marks=pytest.mark.ranks),
+    ],
 )
 def test_tokens_are_drawn_from_the_asked_distribution_and_answers_end_at_stop_strings(
     body: Any, tmp_path: Path

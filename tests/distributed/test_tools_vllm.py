@@ -106,6 +106,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Rollout]
     return path, rollouts
 
 
+@pytest.mark.ranks
 def test_log_probs_of_every_turn_are_those_of_transformers_over_the_whole_row(
     alone: tuple[Path, list[Rollout]],
 ) -> None:

@@ -126,13 +126,8 @@ def test_every_family_binds_loads_computes_exports_and_pushes_under_the_fused_na
 FEW = {"qwen3": "TP2 x CP2, SP", "qwen3-moe": "EP2 x TP2 x ETP2", "deepseek-v3": "TP2, SP"}
 
 
-@pytest.mark.parametrize(
-    "variant",
-    [
-        pytest.param(variant, marks=() if variant == "deepseek-v3" else pytest.mark.ranks)
-        for variant in FEW
-    ],
-)
+@pytest.mark.ranks
+@pytest.mark.parametrize("variant", list(FEW))
 def test_three_updates_are_those_of_the_local_modules_in_one_process(
     variant: str, tmp_path: Path
 ) -> None:

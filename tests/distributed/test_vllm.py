@@ -337,12 +337,10 @@ def moe_body(world: Any, folder: Path, parallel: ParallelConfig) -> None:
     engine.close()
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize(
     ("world", "parallel"),
-    [
-        (1, ParallelConfig()),
-        pytest.param(2, ParallelConfig(tensor=2, sequence=True, expert=2), marks=pytest.mark.ranks),
-    ],
+    [(1, ParallelConfig()), (2, ParallelConfig(tensor=2, sequence=True, expert=2))],
 )
 def test_a_moe_models_experts_are_copied_as_vllms_own_loader_would(
     world: int, parallel: ParallelConfig, tmp_path: Path
@@ -541,7 +539,11 @@ def refused_body(world: Any, folder: Path) -> str:
             "codegen",
             r"vLLM \S+ could not be started with .*CodeGenForCausalLM.*set rollout.engine=tr",
         ),
-        ("dbrx", r"vLLM \S+ can't load the weights of .*KeyError.*Set rollout.engine=transformers"),
+        pytest.param(
+            "dbrx",
+            r"vLLM \S+ can't load the weights of .*KeyError.*Set rollout.engine=transformers",
+            marks=pytest.mark.ranks,
+        ),
     ],
 )
 def test_a_model_that_vllm_does_not_take_is_refused_with_another_engine_named(

@@ -70,6 +70,7 @@ def log_probs_of(model: Any, completion: Completion) -> list[float]:
     return [float(every[at - 1, ids[at]]) for at in range(first, len(ids))]
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("order", [1, -1], ids=["weight before bias", "bias before weight"])
 def test_a_head_bias_is_pushed_and_the_trainers_class_stays_as_it_was(
     order: int, tmp_path: Path

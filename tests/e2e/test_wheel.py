@@ -120,6 +120,7 @@ def files_of(package: str) -> list[metadata.PackagePath]:
         return []
 
 
+@pytest.mark.ranks
 def test_planning_and_the_page_need_no_more_than_pip_install_brings(
     installed: Path, tmp_path: Path
 ) -> None:

@@ -169,6 +169,7 @@ def test_another_program_is_no_rank_of_this_one(monkeypatch: pytest.MonkeyPatch)
     assert environment()["KEPT"] == "0"
 
 
+@pytest.mark.ranks
 def test_rows_are_written_one_by_one_and_one_that_fails_takes_none_with_it(tmp_path: Path) -> None:
     sheet = Sheet(tmp_path / "new/part.json", {"tokens": 5})
 

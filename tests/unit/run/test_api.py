@@ -135,6 +135,7 @@ def test_an_error_holds_no_variables_of_the_package_and_all_of_the_users() -> No
     assert own["completion"] is of_users[0]
 
 
+@pytest.mark.ranks
 def test_megatron_may_be_imported_before_a_run_where_rftmega_was_imported_first() -> None:
     program = (
         "import sys, rftmega\nassert 'torch' not in sys.modules\nimport megatron.core\n"

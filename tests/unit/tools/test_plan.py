@@ -46,6 +46,7 @@ def test_large_models_are_planned_and_fit_where_their_example_says_so(
         assert f"\n{phase} " in said
 
 
+@pytest.mark.ranks
 def test_half_a_billion_tokens_a_step_fit_beside_the_offload(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

@@ -236,7 +236,7 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
         pytest.param(CRITIC, id="critic", marks=pytest.mark.ranks),
         pytest.param(REPLAY, id="replay"),
         pytest.param(REFILL, id="refill", marks=pytest.mark.ranks),
-        pytest.param(EARLY, id="early"),
+        pytest.param(EARLY, id="early", marks=pytest.mark.ranks),
     ],
 )
 def test_stopped_anywhere_and_gone_on_with_is_never_stopped(

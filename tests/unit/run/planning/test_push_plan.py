@@ -139,7 +139,7 @@ def test_a_model_of_671_billion_parameters_on_1024_and_256_ranks_is_planned() ->
     assert len(plan.sent) == 1024
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=40)
 @given(
     tensor=st.sampled_from([1, 2, 4]),
     pipeline=st.sampled_from([1, 2]),
