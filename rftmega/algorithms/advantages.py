@@ -3,6 +3,8 @@
 Every estimator sees the whole batch, so a group is never split over processes.
 """
 
+import math
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -11,7 +13,16 @@ from torch import Tensor
 from rftmega.algorithms.filters import clip_filter_weight
 from rftmega.algorithms.gae import gae
 from rftmega.algorithms.groups import varied
-from rftmega.config.options.algorithms import GAE, GroupNorm, LeaveOneOut, Returns, TurnNorm
+from rftmega.config.options.algorithms import (
+    GAE,
+    GDPO,
+    GroupNorm,
+    LeaveOneOut,
+    MaxRL,
+    PassAtK,
+    Returns,
+    TurnNorm,
+)
 from rftmega.config.options.parts import IMPLEMENTATIONS, Advantage, implements
 from rftmega.core.ragged import Ragged, by_rows
 from rftmega.core.types import RowsOfRollouts
@@ -106,6 +117,15 @@ def whitened(advantage: Tensor, mask: Tensor, *, eps: float = 1e-8) -> Tensor:
     return torch.where(mask, scaled, 0.0).to(advantage.dtype)
 
 
+class RewardComponent(NamedTuple):
+    """RewardComponent holds the scores of a reward component before weighting, NaN for completions
+    that it does not score, and its weight in each completion's reward, both [R].
+    """
+
+    score: Tensor
+    weight: Tensor
+
+
 class Scored(NamedTuple):
     """Scored holds the inputs of an advantage estimator: R completions in B rows (token sequences).
 
@@ -122,6 +142,8 @@ class Scored(NamedTuple):
     # the environment's turn rewards, at the last token of each turn; the reward has their sum.
     # None without turn rewards
     turns: Ragged | None = None
+    # the reward's components by name, for estimators with `needs_parts`; None for all others
+    parts: Mapping[str, RewardComponent] | None = None
 
     @property
     def rows(self) -> RowsOfRollouts:
@@ -179,6 +201,79 @@ def rloo(batch: Scored, options: LeaveOneOut) -> Tensor:
         chosen = torch.where(batch.mask.flat, batch.penalty.flat, 0.0)
         reward = reward - batch.rows.sums(batch.mask.with_values(chosen).sums())
     return leave_one_out(reward, batch.group)
+
+
+@implements(MaxRL)
+def over_mean(batch: Scored, options: MaxRL) -> Tensor:
+    """Returns MaxRL's advantages, one per completion, [R]: (reward - mean) / mean over the group, 0
+    in a group whose mean is not positive (arXiv:2602.02710).
+
+    With rewards of 0 and 1 it follows the gradient of log(pass rate), where Dr. GRPO follows that
+    of the pass rate: a prompt with pass rate p counts 1 / p times as much.
+    """
+    centred, index, size = _centred(batch.reward, batch.group)
+    mean = torch.zeros_like(size).index_add(0, index, batch.reward.double()) / size
+    mean = mean[index]
+    return torch.where(mean > 0, centred / mean, 0.0).to(batch.reward.dtype)
+
+
+@implements(PassAtK)
+def best_of_k(batch: Scored, options: PassAtK) -> Tensor:
+    """Returns the advantages of pass@k training, one per completion, [R] (arXiv:2508.10751, section
+    2.2.3, which has rewards of 0 and 1; here any).
+
+    A completion's advantage is the mean, over all subsets of k completions of its group that it is
+    in, of the best reward in the subset, minus this mean over all subsets of k, over the standard
+    deviation of the best reward over all subsets. A group of fewer than k has subsets of its own
+    size, and no advantage.
+    """
+    found = torch.zeros_like(batch.reward)
+    for number in batch.group.unique():
+        own = (batch.group == number).nonzero()[:, 0]
+        found[own] = _best_of_subsets(batch.reward[own].double(), options.k).to(found.dtype)
+    return found
+
+
+def _best_of_subsets(reward: Tensor, k: int) -> Tensor:
+    """Returns the advantages of one group's rewards, [N]: see `best_of_k`."""
+    size = len(reward)
+    k = min(k, size)
+    ascending, order = reward.sort()
+    # the share of subsets of k whose best is the j-th smallest reward
+    best = _shares([math.comb(j, k - 1) for j in range(size)], math.comb(size, k))
+    mean = (best * ascending).sum()
+    deviation = (best * (ascending - mean).square()).sum().sqrt()
+    if deviation == 0:
+        return torch.zeros_like(reward)
+    others = math.comb(size - 1, k - 1)  # subsets that a given completion is in
+    alone = _shares([math.comb(j, k - 1) for j in range(size)], others)
+    later = _shares([math.comb(j - 1, k - 2) if j and k > 1 else 0 for j in range(size)], others)
+    worth = later * ascending
+    behind = worth.flip(0).cumsum(0).flip(0) - worth  # the best is a larger one than its own
+    found = torch.empty_like(reward)
+    found[order] = (alone * ascending + behind - mean) / deviation
+    return found
+
+
+def _shares(counts: list[int], total: int) -> Tensor:
+    return torch.tensor([count / total for count in counts], dtype=torch.float64)
+
+
+@implements(GDPO)
+def normalised_by_component(batch: Scored, options: GDPO) -> Tensor:
+    """Returns GDPO's advantages, one per completion, [R] (arXiv:2601.05242, eq. 4 to 6): GRPO's
+    advantage of each reward component, their weighted sum, whitened over all completions.
+
+    GRPO normalises the sum, so that a component of small spread is lost beside one of large spread.
+    """
+    assert batch.parts is not None, "whoever makes the experience gives the components"
+    total = torch.zeros(len(batch.reward), dtype=torch.float64)
+    for score, weight in batch.parts.values():
+        there = score.isfinite()
+        if there.any():
+            normal = group_normalised(score[there].double(), batch.group[there])
+            total[there] += weight[there].double() * normal
+    return whitened(total, torch.ones_like(total, dtype=torch.bool)).to(batch.reward.dtype)
 
 
 @implements(Returns)

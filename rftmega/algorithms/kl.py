@@ -3,7 +3,9 @@ divergence", 2020).
 
 Each takes the log-ratio delta = logp - reference_logp of the sampled tokens, any shape, and is
 elementwise. Gradients with respect to logp: k1: 1 (zero-mean, so k1 makes no sense as a loss), k2:
-delta, k3: 1 - exp(-delta).
+delta, k3: 1 - exp(-delta). The gradient of the KL is the mean of delta x the gradient of logp, so
+that k3 as a loss is biased; `UNBIASED`, k3 times the ratio of the current to the old policy, is not
+(arXiv:2512.02556, section 3.1).
 """
 
 from collections.abc import Callable
@@ -35,7 +37,8 @@ def k3(delta: Tensor) -> Tensor:
     return torch.expm1(-delta) + delta
 
 
-ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {"k1": k1, "k2": k2, "k3": k3}
+UNBIASED = "unbiased"
+ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {"k1": k1, "k2": k2, "k3": k3, UNBIASED: k3}
 
 
 class KLController:

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from rftmega.algorithms.aggregation import Aggregation, averaged, sequence_mean, token_mean
-from rftmega.algorithms.kl import ESTIMATORS, KLController
+from rftmega.algorithms.kl import ESTIMATORS, UNBIASED, KLController
 from rftmega.algorithms.mismatch import importance
 from rftmega.algorithms.surrogates import Surrogate, clip_binds, ratio_of
 from rftmega.config.options.algorithms import GSPO, Clip, NoImportance
@@ -26,7 +26,7 @@ def policy_loss(
     x entropy, per token, with the token weights of `aggregation`.
 
     `options` selects the surrogate, which is multiplied by the importance weight of `correction`;
-    `kl_estimator` is a key of ESTIMATORS: k1, k2 or k3. `high_entropy_share` below 1 trains only on
+    `kl_estimator` is a key of ESTIMATORS: k1, k2, k3 or unbiased. `high_entropy_share` below 1 trains only on
     that share of each completion's tokens, those with the highest entropy (after arXiv:2506.01939,
     which takes the share over the batch).
 
@@ -45,14 +45,16 @@ def policy_loss(
         log_ratio = torch.where(mask, stats.logp - old_logp, 0.0)
         advantage = torch.where(mask, experience.advantage, 0.0)
         weighed = importance(old_logp, experience.behaviour_logp, mask, correction)
-        value = weighed * surrogate(log_ratio, advantage, mask, options)
+        more = log_probs(stats.logp, experience, options)
+        value = weighed * surrogate(log_ratio, advantage, mask, options, **more)
         surrogate_loss = value
         shown = {"ratio": ratio_of(log_ratio.detach()), "ppo_kl": -log_ratio, "importance": weighed}
         if experience.reference_logp is not None:
             delta = torch.where(mask, stats.logp - experience.reference_logp, 0.0)
             shown["kl"] = kl(delta.detach())
             if kl_weight.value:
-                value = value + kl_weight.value * kl(delta)
+                ratio = ratio_of(log_ratio) if kl_estimator == UNBIASED else 1.0
+                value = value + kl_weight.value * ratio * kl(delta)
         kept = mask
         if stats.entropy is not None:
             entropy = torch.where(mask, stats.entropy, 0.0)
@@ -64,7 +66,7 @@ def policy_loss(
         shares = experience.shares
         metrics = averaged({"policy_loss": surrogate_loss}, kept, aggregation, shares)
         metrics |= averaged(shown, mask)
-        binds = clip_binds(options, log_ratio.detach(), advantage, mask)
+        binds = clip_binds(options, log_ratio.detach(), advantage, mask, **more)
         if binds is not None:
             of_completions = sequence_mean if isinstance(options, GSPO) else token_mean
             metrics |= averaged({"clip_fraction": binds.float()}, kept, of_completions, shares)
@@ -72,6 +74,16 @@ def policy_loss(
         return TokenLoss(value, weight, count, metrics)
 
     return loss
+
+
+def log_probs(logp: Tensor, experience: Experience, options: PolicyLoss) -> dict[str, Tensor]:
+    """Returns the further arguments of a surrogate that needs log-probs: the current ones and the
+    engine's, [B, T], 0 outside the mask; {} for all others.
+    """
+    if not options.needs_log_probs:
+        return {}
+    named = {"logp": logp, "sampling_logp": experience.behaviour_logp}
+    return {name: torch.where(experience.mask, each, 0.0) for name, each in named.items()}
 
 
 def highest(entropy: Tensor, mask: Tensor, share: float) -> Tensor:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from rftmega.config.options.algorithms import (
+    IcePop,
     MaskedImportance,
     NoImportance,
     SequenceImportance,
@@ -159,3 +160,12 @@ def token_mask(log_ratio: Tensor, options: MaskedImportance) -> Tensor:
     """
     ratio = log_ratio.clamp(max=20.0).exp()
     return ((ratio >= 1 / options.cap) & (ratio <= options.cap)).to(log_ratio.dtype)
+
+
+@implements(IcePop)
+def token_window(log_ratio: Tensor, options: IcePop) -> Tensor:
+    """Returns [B, T]: each token's ratio of the trainer's to the engine's probability,
+    exp(`log_ratio`), where it lies in [low, high], else 0 (arXiv:2510.18855, section 2.3.2).
+    """
+    ratio = log_ratio.clamp(max=20.0).exp()
+    return torch.where((ratio >= options.low) & (ratio <= options.high), ratio, 0.0)

@@ -3,23 +3,37 @@
 Every surrogate takes log_ratio = logp - old_logp of the sampled tokens, [B, T], through which the
 gradient flows, the advantage [B, T] and the mask [B, T]; log_ratio and advantage are 0 outside the
 mask. Before the first update (log_ratio = 0) all surrogates have the gradient -advantage.
+
+Those with `needs_log_probs` also take the current log-probs and the engine's, and drop tokens whose
+probability has moved too far from the one under which they were sampled.
 """
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from rftmega.config.options.algorithms import CISPO, CPGD, GSPO, Clip, ScoreFunction
+from rftmega.config.options.algorithms import (
+    CISPO,
+    CPGD,
+    DPPO,
+    GMPO,
+    GSPO,
+    IPO,
+    SAPO,
+    Clip,
+    ScoreFunction,
+)
 from rftmega.config.options.parts import PolicyLoss, implements
 
 LARGEST_LOG_RATIO = 20.0
 
 
-Surrogate = Callable[[Tensor, Tensor, Tensor, Any], Tensor]
-"""(log_ratio, advantage, mask, options) -> loss, all [B, T]."""
+Surrogate = Callable[..., Tensor]
+"""(log_ratio, advantage, mask, options) -> loss, all [B, T]; with `needs_log_probs` also with the
+keywords logp and sampling_logp.
+"""
 
 
 def ratio_of(log_ratio: Tensor) -> Tensor:
@@ -119,25 +133,121 @@ def score(log_ratio: Tensor, advantage: Tensor, mask: Tensor, options: ScoreFunc
     return -advantage * log_ratio
 
 
+@implements(SAPO)
+def gated(log_ratio: Tensor, advantage: Tensor, mask: Tensor, options: SAPO) -> Tensor:
+    """Returns SAPO's loss of each token (arXiv:2511.20347, eq. 5 and 6): minus the advantage times
+    4 / tau x sigmoid(tau x (ratio - 1)).
+
+    The gate's derivative is 1 at ratio 1 and falls to 0 on both sides, where a clip would cut off.
+    """
+    tau = torch.where(advantage > 0, options.tau_positive, options.tau_negative)
+    return -advantage * 4 / tau * torch.sigmoid(tau * (ratio_of(log_ratio) - 1))
+
+
+@implements(GMPO)
+def geometric_mean(log_ratio: Tensor, advantage: Tensor, mask: Tensor, options: GMPO) -> Tensor:
+    """Returns GMPO's loss (arXiv:2507.20673, eq. 4): minus the advantage times the geometric mean of
+    the completion's clipped ratios.
+
+    Each token of a completion gets the completion's loss; with loss_aggregation=sequence_mean that
+    is the paper's objective.
+    """
+    upper = log_ratio.clamp(max=options.high)
+    bounded = torch.where(advantage > 0, upper, log_ratio.clamp(min=-options.low))
+    return -advantage * ratio_of(mean_log_ratio(torch.where(mask, bounded, 0.0), mask))
+
+
+@implements(DPPO)
+def in_trust_region(
+    log_ratio: Tensor,
+    advantage: Tensor,
+    mask: Tensor,
+    options: DPPO,
+    *,
+    logp: Tensor,
+    sampling_logp: Tensor,
+) -> Tensor:
+    """Returns DPPO's loss of each token (arXiv:2602.04879, binary total variation): minus ratio x
+    advantage, 0 for tokens outside the trust region, plus the drift term of every token.
+    """
+    left = left_trust_region(options, advantage, logp, sampling_logp)
+    return _without(left, log_ratio, advantage, options, logp - sampling_logp)
+
+
+@implements(IPO)
+def in_symmetric_region(
+    log_ratio: Tensor,
+    advantage: Tensor,
+    mask: Tensor,
+    options: IPO,
+    *,
+    logp: Tensor,
+    sampling_logp: Tensor,
+) -> Tensor:
+    """Returns the loss of prime-rl's IPO (`ipo_loss_fn`): as DPPO's, with a trust region that does
+    not depend on the advantage.
+    """
+    left = left_trust_region(options, advantage, logp, sampling_logp)
+    return _without(left, log_ratio, advantage, options, logp - sampling_logp)
+
+
+def _without(
+    left: Tensor, log_ratio: Tensor, advantage: Tensor, options: DPPO | IPO, drift: Tensor
+) -> Tensor:
+    """Returns minus ratio x advantage, 0 where `left`, plus the squared `drift` times its weight."""
+    kept = torch.where(left, 0.0, ratio_of(log_ratio) * advantage)
+    return options.drift_coef * drift.square() - kept
+
+
+def left_trust_region(
+    options: DPPO | IPO, advantage: Tensor, logp: Tensor, sampling_logp: Tensor
+) -> Tensor:
+    """Returns [B, T] bool: where a token's probability has moved out of the trust region around its
+    probability under the sampling policy. DPPO's has a bound in the direction of the advantage
+    only, and for an advantage of 0 the lower one.
+    """
+    moved = logp.detach().exp() - sampling_logp.exp()
+    if isinstance(options, IPO):
+        return moved.abs() > options.threshold
+    return torch.where(advantage > 0, moved > options.high, moved < -options.low)
+
+
 def clip_binds(
-    options: PolicyLoss, log_ratio: Tensor, advantage: Tensor, mask: Tensor
+    options: PolicyLoss,
+    log_ratio: Tensor,
+    advantage: Tensor,
+    mask: Tensor,
+    *,
+    logp: Tensor | None = None,
+    sampling_logp: Tensor | None = None,
 ) -> Tensor | None:
     """Returns [B, T] bool: where the clip of a policy loss cuts the gradient off (cispo: bounds the
-    weight); None for a loss without clip.
+    weight; dppo and ipo: the token is dropped); None for a loss without clip.
 
     The clip on a ratio binds in the direction of the advantage: above if the advantage is positive,
     below if it is negative, where `dual` binds as well. For gspo all tokens of a completion have
     the same value.
     """
-    if not isinstance(options, Clip | GSPO | CISPO | CPGD):
+    if isinstance(options, DPPO | IPO):
+        assert logp is not None
+        assert sampling_logp is not None
+        return left_trust_region(options, advantage, logp, sampling_logp) & mask
+    if not isinstance(options, Clip | GSPO | GMPO | CISPO | CPGD):
         return None
     if isinstance(options, GSPO):
         log_ratio = mean_log_ratio(log_ratio, mask)
-    above = log_ratio > math.log1p(options.high)
-    below = log_ratio < math.log1p(-options.low) if options.low < 1 else torch.zeros_like(above)
+    low, high = bounds_of(options)
+    above, below = log_ratio > high, log_ratio < low
     if isinstance(options, CISPO):
         return above | below
     binds = (above & (advantage > 0)) | (below & (advantage < 0))
     if isinstance(options, Clip) and options.dual:
         binds = binds | ((log_ratio > math.log(options.dual)) & (advantage < 0))
     return binds
+
+
+def bounds_of(options: Clip | GSPO | GMPO | CISPO | CPGD) -> tuple[float, float]:
+    """Returns the log-ratios below and above which a clip applies."""
+    if isinstance(options, GMPO):
+        return -options.low, options.high
+    return math.log1p(-options.low) if options.low < 1 else -math.inf, math.log1p(options.high)

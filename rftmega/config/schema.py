@@ -725,6 +725,19 @@ class RewardConfig:
         )
         return {name: getattr(self, name) for name in self.built_in()} | dict(functions) | own
 
+    def weight_in(self, kind: str, component: str) -> float:
+        """Returns the weight of a component in the reward of prompts of the task type `kind`; of a
+        name that no option defines, it is that of a reward of the environment.
+        """
+        own = self.recipe.get(kind, {}) if self.recipe else self.weights()
+        scores = {each.component: each.weight for each in self.scoring_models().values()}
+        found = own.get(component, scores.get(component))
+        if found is not None:
+            return found
+        if component in {"exact_match", *self.used()} or component.endswith("_undecided"):
+            return 0.0
+        return self.environment.get(component, 1.0)
+
     def used(self) -> set[str]:
         """Returns the names of the components with a weight for at least one task type."""
         weights = self.recipe.values() if self.recipe else [self.weights()]

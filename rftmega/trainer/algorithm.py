@@ -116,7 +116,13 @@ class Algorithm:
         host: Host | None = None,
     ) -> ExperienceMaker:
         return ExperienceMaker(
-            policy, self.chosen, critic=critic, kl_weight=self.kl, shape=self.shaping(), host=host
+            policy,
+            self.chosen,
+            critic=critic,
+            kl_weight=self.kl,
+            shape=self.shaping(),
+            weight_in=self.config.reward.weight_in,
+            host=host,
         )
 
     def shaping(self) -> Shaping:

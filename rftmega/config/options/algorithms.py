@@ -95,6 +95,44 @@ class TurnNorm(Advantage):
 
 
 @dataclass(frozen=True)
+class MaxRL(Advantage):
+    """MaxRL: a completion's reward minus the mean reward of its prompt's completions, over this
+    mean; 0 if the mean is not positive. Prompts that are rarely solved count more than in GRPO.
+    Made for rewards of 0 and 1.
+    """
+
+    compares_group: ClassVar[bool] = True
+
+    type: Literal["maxrl"] = "maxrl"
+
+
+@dataclass(frozen=True)
+class PassAtK(Advantage):
+    """Pass@k training: how much a completion raises the best reward among k completions of its
+    prompt, over the standard deviation of this best reward.
+    """
+
+    compares_group: ClassVar[bool] = True
+
+    type: Literal["pass_at_k"] = "pass_at_k"
+
+    k: Count = 4
+    """Completions among which the best counts; at most rollout.samples_per_prompt."""
+
+
+@dataclass(frozen=True)
+class GDPO(Advantage):
+    """GDPO: GRPO's normalisation of each reward component by itself, then the weighted sum of these
+    advantages, whitened over the rollout.
+    """
+
+    compares_group: ClassVar[bool] = True
+    needs_parts: ClassVar[bool] = True
+
+    type: Literal["gdpo"] = "gdpo"
+
+
+@dataclass(frozen=True)
 class Clip(PolicyLoss):
     """PPO: the smaller of ratio x advantage and clipped ratio x advantage."""
 
@@ -169,6 +207,71 @@ class ScoreFunction(PolicyLoss):
 
 
 @dataclass(frozen=True)
+class SAPO(PolicyLoss):
+    """SAPO: a smooth gate instead of a clip, 4 / tau x sigmoid(tau x (ratio - 1)) x advantage."""
+
+    type: Literal["sapo"] = "sapo"
+
+    tau_positive: Positive = 1.0
+    """Gate's temperature tau for positive advantages; a larger one decays faster."""
+
+    tau_negative: Positive = 1.05
+    """Gate's temperature tau for negative advantages."""
+
+
+@dataclass(frozen=True)
+class GMPO(PolicyLoss):
+    """GMPO: one ratio per completion, the geometric mean of its tokens' ratios, each clipped in the
+    direction of the advantage before the mean.
+    """
+
+    type: Literal["gmpo"] = "gmpo"
+
+    low: Positive = 0.4
+    """With a negative advantage, clip a token's log-ratio below -low."""
+
+    high: Positive = 0.4
+    """With a positive advantage, clip a token's log-ratio above high."""
+
+
+@dataclass(frozen=True)
+class DPPO(PolicyLoss):
+    """DPPO: ratio x advantage, without the tokens whose probability has moved too far from the
+    sampling policy's in the direction of the advantage (trust region in total variation).
+    """
+
+    needs_log_probs: ClassVar[bool] = True
+
+    type: Literal["dppo"] = "dppo"
+
+    low: Share = 0.2
+    """With a negative advantage, drop tokens whose probability fell by more than this."""
+
+    high: Share = 0.2
+    """With a positive advantage, drop tokens whose probability rose by more than this."""
+
+    drift_coef: NotNegative = 0.0
+    """Weight of the squared log-ratio to the sampling policy; prime-rl has 0.001."""
+
+
+@dataclass(frozen=True)
+class IPO(PolicyLoss):
+    """prime-rl's IPO: ratio x advantage, without the tokens whose probability has moved too far
+    from the sampling policy's in any direction. It is not the preference loss of this name.
+    """
+
+    needs_log_probs: ClassVar[bool] = True
+
+    type: Literal["ipo"] = "ipo"
+
+    threshold: Share = 0.1
+    """Drop tokens whose probability has changed by more than this."""
+
+    drift_coef: NotNegative = 0.001
+    """Weight of the squared log-ratio to the sampling policy."""
+
+
+@dataclass(frozen=True)
 class NoImportance(ImportanceSampling):
     """No correction: completions count as if the trainer's policy had sampled them."""
 
@@ -211,6 +314,21 @@ class MaskedImportance(ImportanceSampling):
     """
 
 
+@dataclass(frozen=True)
+class IcePop(ImportanceSampling):
+    """IcePop: one weight per token, the trainer's probability over the engine's; 0 for tokens where
+    it lies outside low to high.
+    """
+
+    type: Literal["icepop"] = "icepop"
+
+    low: PositiveShare = 0.5
+    """Drop tokens with a smaller ratio."""
+
+    high: AtLeastOne = 5.0
+    """Drop tokens with a larger ratio."""
+
+
 @dataclass
 class KLConfig:
     placement: Literal["loss", "reward"] = "loss"
@@ -218,8 +336,10 @@ class KLConfig:
     reinforce or gae only).
     """
 
-    estimator: Literal["k1", "k2", "k3"] = "k3"
-    """KL estimator: k1 (in the reward only: as a loss its gradient is zero on average), k2 or k3.
+    estimator: Literal["k1", "k2", "k3", "unbiased"] = "k3"
+    """KL estimator: k1 (in the reward only: as a loss its gradient is zero on average), k2, k3, or
+    unbiased (in the loss only: k3 times the ratio to the old policy, whose gradient is that of the
+    KL; DeepSeek-V3.2).
     """
 
     coef: NotNegative = 0.0
@@ -283,19 +403,21 @@ class AlgorithmConfig:
     """
 
     advantage: Annotated[
-        GroupNorm | LeaveOneOut | Returns | GAE | TurnNorm, Discriminator("type")
+        GroupNorm | LeaveOneOut | Returns | GAE | TurnNorm | MaxRL | PassAtK | GDPO,
+        Discriminator("type"),
     ] = field(default_factory=GroupNorm)
     """Advantage estimator."""
 
-    policy_loss: Annotated[Clip | GSPO | CISPO | CPGD | ScoreFunction, Discriminator("type")] = (
-        field(default_factory=Clip)
-    )
+    policy_loss: Annotated[
+        Clip | GSPO | CISPO | CPGD | ScoreFunction | SAPO | GMPO | DPPO | IPO,
+        Discriminator("type"),
+    ] = field(default_factory=Clip)
     """Policy loss of a token, from its advantage and the ratio of its probabilities under the
     current and the old policy.
     """
 
     importance_sampling: Annotated[
-        NoImportance | TokenImportance | SequenceImportance | MaskedImportance,
+        NoImportance | TokenImportance | SequenceImportance | MaskedImportance | IcePop,
         Discriminator("type"),
     ] = field(default_factory=NoImportance)
     """Importance-sampling correction of the log-prob mismatch between engine and trainer."""

@@ -22,6 +22,7 @@ class Advantage:
     needs_critic: ClassVar[bool] = False
     compares_group: ClassVar[bool] = False  # a completion alone in its group has no advantage
     takes_kl: ClassVar[bool] = False  # reads the KL penalty of each token, `Scored.penalty`
+    needs_parts: ClassVar[bool] = False  # reads the components of the reward, `Scored.parts`
 
 
 @dataclass(frozen=True)
@@ -29,8 +30,11 @@ class PolicyLoss:
     """Base class of the options of policy losses.
 
     An implementation takes (log_ratio, advantage, mask, options) and returns the loss of each
-    token, [B, T].
+    token, [B, T]. With `needs_log_probs` it takes two more, both [B, T] and 0 outside the mask:
+    `logp`, the current log-probs, and `sampling_logp`, those under which the engine sampled.
     """
+
+    needs_log_probs: ClassVar[bool] = False
 
 
 @dataclass(frozen=True)

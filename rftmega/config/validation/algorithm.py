@@ -1,7 +1,7 @@
 """Checks of algorithm options that contradict each other or have no effect."""
 
-from rftmega.config.options.algorithms import CPGD, Clip, NoImportance
-from rftmega.config.schema import RunConfig
+from rftmega.config.options.algorithms import CPGD, Clip, NoImportance, PassAtK
+from rftmega.config.schema import RewardConfig, RunConfig
 from rftmega.config.tree import unions, value_of
 
 SWITCHED = (  # an option, and the one that must be above 0 for it to be read
@@ -39,8 +39,8 @@ def algorithm_options(config: RunConfig) -> list[str]:
     max_age = algorithm.replay.max_age
     if max_age and isinstance(algorithm.importance_sampling, NoImportance):
         found.append(
-            f"algorithm.replay.max_age={max_age} needs algorithm.importance_sampling.type=token, sequence or mask: completions "
-            "of earlier policies would count as if the present one had given them."
+            f"algorithm.replay.max_age={max_age} needs algorithm.importance_sampling.type=token, sequence, mask or icepop: "
+            "completions of earlier policies would count as if the present one had given them."
         )
     if max_age and advantage.needs_critic:
         found.append(
@@ -58,6 +58,15 @@ def algorithm_options(config: RunConfig) -> list[str]:
         found.append(
             "algorithm.kl.estimator=k1 needs algorithm.kl.placement=reward: as a loss its gradient is zero on average."
         )
+    if kl.coef and kl.estimator == "unbiased" and kl.placement == "reward":
+        found.append(
+            "algorithm.kl.estimator=unbiased needs algorithm.kl.placement=loss: in the reward, k1 is unbiased."
+        )
+    if advantage.needs_parts and config.reward.shaping != RewardConfig().shaping:
+        found.append(
+            f"reward.shaping with algorithm.advantage.type={advantage.type}: it changes the sum of the reward's components, and "
+            "this estimator reads each by itself. Leave reward.shaping out."
+        )
     return found
 
 
@@ -71,8 +80,8 @@ def _types(trait: str, *, has: bool = True) -> list[str]:
 
 
 def groups_of_one(config: RunConfig) -> list[str]:
-    """Returns a problem if the advantage compares the completions of a group and groups have a
-    single completion: its advantage would be 0, and only weight decay would change weights.
+    """Returns a problem if the advantage compares the completions of a group and groups have too
+    few: the advantage of a single completion would be 0, and only weight decay would change weights.
     """
     advantage, given = (
         config.algorithm.advantage,
@@ -81,6 +90,11 @@ def groups_of_one(config: RunConfig) -> list[str]:
     if config.rollout.train_samples_per_prompt:
         size = min(config.rollout.train_samples_per_prompt, config.rollout.samples_per_prompt)
         given = ("rollout.train_samples_per_prompt", size)
+    if isinstance(advantage, PassAtK) and advantage.k > given[1] > 1:
+        return [
+            f"algorithm.advantage.k={advantage.k} needs as many completions of a prompt, and {given[0]}={given[1]}. Lower k, or "
+            f"raise {given[0]}."
+        ]
     if not advantage.compares_group or given[1] > 1:
         return []
     return [

@@ -2,13 +2,14 @@
 models, and advantages from the rewards.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from rftmega.algorithms import kl
-from rftmega.algorithms.advantages import Scored, advantages, whitened
+from rftmega.algorithms.advantages import RewardComponent, Scored, advantages, whitened
 from rftmega.algorithms.kl import KLController
 from rftmega.algorithms.shaping import Shaping
 from rftmega.config import AlgorithmConfig
@@ -30,14 +31,18 @@ class ExperienceMaker:
         critic: ValueScorer | None = None,
         kl_weight: KLController | None = None,
         shape: Shaping | None = None,
+        weight_in: Callable[[str, str], float] | None = None,
         host: Host | None = None,
     ):
         """`chosen`: options that select the advantage estimator, whitening, the placement of the
         KL, and whether truncated completions are left out of the loss (they still count in their
         group); None: GRPO without a KL. `kl_weight`: the adaptive KL coefficient; None: the
         constant coefficient of `chosen`. `shape` changes the rewards from which advantages are
-        computed. `host`: stores the experience, one copy per host.
+        computed. `weight_in`: returns the weight of a reward component for a task type (both
+        names), for estimators with `needs_parts`; None: 1. `host`: stores the experience, one copy
+        per host.
         """
+        self.weight_in = weight_in or (lambda kind, component: 1.0)
         self.host = host or OneProcess()
         self.policy, self.critic = policy, critic
         self.chosen = chosen or AlgorithmConfig()
@@ -80,7 +85,8 @@ class ExperienceMaker:
                 distance = self.kl(old.flat - reference.flat)
                 penalty = old.with_values(self.kl_in_reward.value * distance)
             turns = turn_rewards(samples)
-            scored = Scored(reward, group, mask, value, penalty, rollouts, turns)
+            parts = self._parts(samples) if self.chosen.advantage.needs_parts else None
+            scored = Scored(reward, group, mask, value, penalty, rollouts, turns, parts)
             advantage = advantages(scored, self.chosen.advantage)
             if value is None:
                 return self._finished(advantage, taught), None
@@ -108,6 +114,17 @@ class ExperienceMaker:
             leads=leads,
             routes=stats.routes if rows.routes is None and stats is not None else rows.routes,
         )
+
+    def _parts(self, samples: Samples[Ragged]) -> dict[str, RewardComponent]:
+        """Returns the reward's components with a weight, of each completion."""
+        first = samples.rollouts.first
+        kinds = [samples.prompts[row].kind for row in first.tolist()]
+        found = {}
+        for name, score in samples.reward_parts.items():
+            weight = torch.tensor([self.weight_in(kind, name) for kind in kinds])
+            if weight.any():
+                found[name] = RewardComponent(score[first], weight)
+        return found
 
     def _finished(self, advantage: Ragged, taught: Ragged) -> Ragged:
         if not self.chosen.whiten:

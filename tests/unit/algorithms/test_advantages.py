@@ -1,9 +1,12 @@
 import itertools
+import math
+from typing import Any
 
 import pytest
 import torch
 
 from rftmega.algorithms.advantages import (
+    RewardComponent,
     Scored,
     advantages,
     discounted_returns,
@@ -13,7 +16,15 @@ from rftmega.algorithms.advantages import (
     whitened,
 )
 from rftmega.algorithms.groups import varied
-from rftmega.config.options.algorithms import GAE, GroupNorm, LeaveOneOut, Returns
+from rftmega.config.options.algorithms import (
+    GAE,
+    GDPO,
+    GroupNorm,
+    LeaveOneOut,
+    MaxRL,
+    PassAtK,
+    Returns,
+)
 from tests.columns import ragged
 
 ESTIMATORS = {
@@ -71,6 +82,79 @@ def test_leaving_one_out_compares_with_the_mean_of_the_others() -> None:
     assert leave_one_out(reward, group)[3:].tolist() == [0.0] * 4, (
         "a group of one, and one that agrees, teach nothing at all"
     )
+
+
+def of_completions(
+    rewards: list[float],
+    groups: list[int],
+    options: Any,
+    parts: dict[str, RewardComponent] | None = None,
+) -> list[float]:
+    """The advantages of completions of one token each."""
+    mask = ragged(torch.ones(len(rewards), 1, dtype=torch.bool))
+    scored = Scored(torch.tensor(rewards), torch.tensor(groups), mask, None, None, parts=parts)
+    return advantages(scored, options).flat.tolist()
+
+
+def test_maxrl_divides_by_the_mean_and_a_group_without_reward_teaches_nothing() -> None:
+    rewards = [1.0, 0.0, 0.0, 0.0, 1.0, 1.0, 0.0, 0.0, 0.0, -1.0, -3.0]
+    groups = [0, 0, 0, 0, 1, 1, 1, 2, 2, 3, 3]
+    wanted = [3.0, -1.0, -1.0, -1.0, 0.5, 0.5, -1.0, 0.0, 0.0, 0.0, 0.0]
+    assert of_completions(rewards, groups, MaxRL()) == pytest.approx(wanted)
+
+
+def best_of(rewards: list[float], k: int) -> list[float]:
+    """By every subset of k."""
+    k = min(k, len(rewards))
+    subsets = list(itertools.combinations(range(len(rewards)), k))
+    best = [max(rewards[i] for i in subset) for subset in subsets]
+    mean = sum(best) / len(best)
+    deviation = (sum((x - mean) ** 2 for x in best) / len(best)) ** 0.5
+    found = []
+    for i in range(len(rewards)):
+        own = [x for x, subset in zip(best, subsets, strict=True) if i in subset]
+        found.append((sum(own) / len(own) - mean) / deviation if deviation else 0.0)
+    return found
+
+
+@pytest.mark.parametrize("k", [1, 2, 3, 5])
+def test_pass_at_k_compares_the_best_of_all_subsets(k: int) -> None:
+    first, second, third = [1.0, 0.0, 0.0, 1.0, 0.0, 0.0], [0.3, 0.1, 0.3, -2.0, 0.7], [1.0, 0.0]
+    wanted = [*best_of(first, k), *best_of(second, k), *best_of(third, k)]
+    groups = [4] * len(first) + [0] * len(second) + [9] * len(third)
+    found = of_completions([*first, *second, *third], groups, PassAtK(k=k))
+    assert found == pytest.approx(wanted, abs=1e-6)
+
+
+def test_pass_at_k_of_rewards_of_0_and_1_is_the_papers_formula() -> None:
+    size, wrong, k = 8, 6, 4
+    mean = 1 - math.comb(wrong, k) / math.comb(size, k)
+    deviation = (mean * (1 - mean)) ** 0.5
+    missed = math.comb(wrong - 1, k - 1) / math.comb(size - 1, k - 1)
+    found = of_completions([1.0] * 2 + [0.0] * 6, [0] * 8, PassAtK(k=k))
+    wanted = [(1 - mean) / deviation] * 2 + [(1 - mean - missed) / deviation] * 6
+    assert found == pytest.approx(wanted)
+
+
+def test_gdpo_normalises_each_component_then_sums_and_whitens() -> None:
+    nan = math.nan
+    scores = {"right": [1.0, 0.0, 0.0, 1.0, 1.0, 0.0], "short": [0.2, 0.9, nan, nan, 0.4, 0.1]}
+    weights = {"right": [1.0] * 6, "short": [0.5, 0.5, 0.5, 2.0, 2.0, 2.0]}
+    groups = [7, 7, 7, 1, 1, 1]
+    total = [0.0] * 6
+    for name, own in scores.items():
+        there = [i for i, score in enumerate(own) if not math.isnan(score)]
+        normal = by_hand([own[i] for i in there], [groups[i] for i in there])
+        for i, x in zip(there, normal, strict=True):
+            total[i] += weights[name][i] * x
+    mean = sum(total) / 6
+    deviation = (sum((x - mean) ** 2 for x in total) / 6) ** 0.5
+    parts = {
+        name: RewardComponent(torch.tensor(scores[name]), torch.tensor(weights[name]))
+        for name in scores
+    }
+    found = of_completions([9.0] * 6, groups, GDPO(), parts)
+    assert found == pytest.approx([(x - mean) / deviation for x in total], abs=1e-5)
 
 
 MASK = torch.tensor(

@@ -23,13 +23,20 @@ from rftmega.algorithms.values import value_loss
 from rftmega.config.options.algorithms import (
     CISPO,
     CPGD,
+    DPPO,
     GAE,
+    GMPO,
     GSPO,
+    IPO,
+    SAPO,
     Clip,
     GroupNorm,
+    IcePop,
     LeaveOneOut,
     MaskedImportance,
+    MaxRL,
     NoImportance,
+    PassAtK,
     Returns,
     ScoreFunction,
     SequenceImportance,
@@ -45,16 +52,28 @@ POLICY_LOSSES = (
     CISPO(low=0.1, high=0.3),
     CPGD(low=0.1, high=0.3, drift_coef=0.2),
     ScoreFunction(),
+    SAPO(),
+    GMPO(low=0.1, high=0.3),
+    DPPO(low=0.1, high=0.15, drift_coef=0.1),
+    IPO(),
 )
 CORRECTIONS = (
     NoImportance(),
     TokenImportance(cap=1.3),
     SequenceImportance(cap=1.3),
     MaskedImportance(cap=1.3),
+    IcePop(low=0.8, high=1.3),
 )
 ESTIMATORS = {
     part.type: part
-    for part in (GroupNorm(), LeaveOneOut(), Returns(gamma=0.9), GAE(gamma=0.9, lam=0.8))
+    for part in (
+        GroupNorm(),
+        LeaveOneOut(),
+        Returns(gamma=0.9),
+        GAE(gamma=0.9, lam=0.8),
+        MaxRL(),
+        PassAtK(k=2),
+    )
 }
 LENGTHS, PROMPTS = [9, 4, 2, 6, 9, 3, 5, 7], [2, 1, 2, 3, 1, 1, 2, 4]  # row 2 has no answer
 

@@ -20,8 +20,13 @@ from rftmega.algorithms.surrogates import clip_binds
 from rftmega.config.options.algorithms import (
     CISPO,
     CPGD,
+    DPPO,
+    GMPO,
     GSPO,
+    IPO,
+    SAPO,
     Clip,
+    IcePop,
     MaskedImportance,
     NoImportance,
     ScoreFunction,
@@ -31,8 +36,8 @@ from rftmega.config.options.algorithms import (
 from rftmega.config.options.parts import IMPLEMENTATIONS, PolicyLoss
 from rftmega.core.types import Experience, TokenMetric, TokenStats
 
-# logp, old logp, advantage of an answer's tokens
-Row = tuple[list[Tensor], list[float], list[float]]
+# logp, old logp, advantage, the engine's logp of an answer's tokens
+Row = tuple[list[Tensor], list[float], list[float], list[float]]
 LOW, HIGH, DUAL, DRIFT, DRIFT_CLIP = 0.2, 0.28, 3.0, 0.3, 0.2
 LOSSES: dict[str, Any] = {
     "clip": Clip(low=LOW, high=HIGH, dual=DUAL),
@@ -40,6 +45,10 @@ LOSSES: dict[str, Any] = {
     "cispo": CISPO(low=LOW, high=HIGH),
     "cpgd": CPGD(low=LOW, high=HIGH, drift_coef=DRIFT, drift_clip=DRIFT_CLIP),
     "reinforce": ScoreFunction(),
+    "sapo": SAPO(tau_positive=0.9, tau_negative=1.3),
+    "gmpo": GMPO(low=LOW, high=HIGH),
+    "dppo": DPPO(low=0.1, high=0.15, drift_coef=DRIFT),
+    "ipo": IPO(threshold=0.12, drift_coef=DRIFT),
 }
 
 
@@ -71,7 +80,7 @@ def pessimistic(ratio: Tensor, a: float) -> Tensor:
 
 
 def clip(row: Row, t: int) -> Tensor:
-    logp, old, advantage = row
+    logp, old, advantage, _ = row
     loss = pessimistic(torch.exp(logp[t] - old[t]), advantage[t])
     if advantage[t] < 0 and float(loss.detach()) > -DUAL * advantage[t]:
         return torch.tensor(-DUAL * advantage[t], dtype=torch.float64)
@@ -79,7 +88,7 @@ def clip(row: Row, t: int) -> Tensor:
 
 
 def gspo(row: Row, t: int) -> Tensor:
-    logp, old, advantage = row
+    logp, old, advantage, _ = row
     mean = sum(
         (x - y for x, y in zip(logp, old, strict=True)), torch.zeros((), dtype=torch.float64)
     ) / len(logp)
@@ -87,13 +96,13 @@ def gspo(row: Row, t: int) -> Tensor:
 
 
 def cispo(row: Row, t: int) -> Tensor:
-    logp, old, advantage = row
+    logp, old, advantage, _ = row
     weight = min(max(math.exp(float(logp[t].detach()) - old[t]), 1 - LOW), 1 + HIGH)
     return -weight * advantage[t] * (logp[t] - old[t])
 
 
 def cpgd(row: Row, t: int) -> Tensor:
-    logp, old, advantage = row
+    logp, old, advantage, _ = row
     x, a = logp[t] - old[t], advantage[t]
     clipped = between(x, math.log(1 - LOW), math.log(1 + HIGH))
     return -smaller(x * a, clipped * a) + DRIFT * drift(x)
@@ -108,8 +117,42 @@ def drift(x: Tensor) -> Tensor:
 
 
 def reinforce(row: Row, t: int) -> Tensor:
-    logp, old, advantage = row
+    logp, old, advantage, _ = row
     return -advantage[t] * (logp[t] - old[t])
+
+
+def sapo(row: Row, t: int) -> Tensor:
+    logp, old, advantage, _ = row
+    tau = 0.9 if advantage[t] > 0 else 1.3
+    gate = 1 / (1 + torch.exp(-tau * (torch.exp(logp[t] - old[t]) - 1)))
+    return -advantage[t] * 4 / tau * gate
+
+
+def gmpo(row: Row, t: int) -> Tensor:
+    """In the paper's form: min(w^s, clip(w^s))^s with s the sign of the advantage."""
+    logp, old, advantage, _ = row
+    product = torch.ones((), dtype=torch.float64)
+    sign = 1 if advantage[t] > 0 else -1
+    for x, y in zip(logp, old, strict=True):
+        ratio = torch.exp(x - y) ** sign
+        edges = (-LOW, HIGH) if sign > 0 else (-HIGH, LOW)
+        product = product * smaller(ratio, between(ratio, *map(math.exp, edges))) ** sign
+    return -advantage[t] * product ** (1 / len(logp))
+
+
+def dppo(row: Row, t: int) -> Tensor:
+    logp, old, advantage, sampling = row
+    moved = math.exp(float(logp[t].detach())) - math.exp(sampling[t])
+    left = moved > 0.15 if advantage[t] > 0 else moved < -0.1
+    drift = DRIFT * (logp[t] - sampling[t]) ** 2
+    return drift if left else drift - torch.exp(logp[t] - old[t]) * advantage[t]
+
+
+def ipo(row: Row, t: int) -> Tensor:
+    logp, old, advantage, sampling = row
+    left = abs(math.exp(float(logp[t].detach())) - math.exp(sampling[t])) > 0.12
+    drift = DRIFT * (logp[t] - sampling[t]) ** 2
+    return drift if left else drift - torch.exp(logp[t] - old[t]) * advantage[t]
 
 
 BY_HAND: dict[str, Callable[[Row, int], Tensor]] = {
@@ -118,6 +161,10 @@ BY_HAND: dict[str, Callable[[Row, int], Tensor]] = {
     "cispo": cispo,
     "cpgd": cpgd,
     "reinforce": reinforce,
+    "sapo": sapo,
+    "gmpo": gmpo,
+    "dppo": dppo,
+    "ipo": ipo,
 }
 LONGEST = 7
 
@@ -162,6 +209,7 @@ def test_value_and_gradient_are_the_formulas(name: str, aggregation: str) -> Non
                 list(free[b, :length]),
                 experience.old_logp[b, :length].tolist(),
                 experience.advantage[b, :length].tolist(),
+                experience.behaviour_logp[b, :length].tolist(),
             )
             weight = {"sequence_mean": 1 / length, "sequence_sum": 1 / LONGEST}.get(
                 aggregation, 1.0
@@ -179,6 +227,7 @@ def test_value_and_gradient_are_the_formulas(name: str, aggregation: str) -> Non
 def test_before_anything_has_changed_all_of_them_have_the_same_gradient(name: str) -> None:
     experience, _ = ragged(0)
     logp = experience.old_logp.clone().requires_grad_()
+    experience = replace(experience, behaviour_logp=experience.old_logp)
     aggregation = aggregation_of("sequence_mean", longest=LONGEST)
     (gradient,) = torch.autograd.grad(
         reduced(experience, logp, options=LOSSES[name], aggregation=aggregation), logp
@@ -275,6 +324,7 @@ def test_importance_weights_are_bounded_and_carry_no_gradient() -> None:
         TokenImportance(cap=2.0),
         SequenceImportance(cap=2.0),
         MaskedImportance(cap=2.0),
+        IcePop(low=0.6, high=3.0),
     )
     weights = {kind.type: importance(old, behaviour, mask, kind) for kind in kinds}
     assert not any(weight.requires_grad for weight in weights.values())
@@ -282,6 +332,7 @@ def test_importance_weights_are_bounded_and_carry_no_gradient() -> None:
     torch.testing.assert_close(weights["token"], torch.tensor([[2.0, 0.5, 1.0], [1.0, 1.5, 1.2]]))
     torch.testing.assert_close(weights["sequence"], torch.tensor([[2.0] * 3, [1.8] * 3]))
     torch.testing.assert_close(weights["mask"], torch.tensor([[0.0, 1.0, 1.0], [1.0, 1.0, 1.0]]))
+    torch.testing.assert_close(weights["icepop"], torch.tensor([[0.0, 0.0, 1.0], [1.0, 1.5, 1.2]]))
 
 
 def test_tokens_of_high_entropy_are_kept_at_least_one_an_answer_never_padding() -> None:
@@ -381,6 +432,10 @@ def test_clip_fraction_counts_where_the_clip_cuts_the_gradient_off() -> None:
             assert torch.equal(binds, gradient == 0)
             assert 0.05 < binds.double().mean() < 0.95
     assert clip_binds(ScoreFunction(), x, advantage, mask) is None
+    assert clip_binds(SAPO(), x, advantage, mask) is None
+    whole = GMPO(low=0.2, high=0.28)
+    (gradient,) = torch.autograd.grad(per_token(whole, x, advantage, mask).sum(), x)
+    assert torch.equal(clip_binds(whole, x.detach(), advantage, mask), gradient == 0)
     ratio = torch.tensor([[0.7, 0.9, 1.2, 1.3]]).log()
     for sign in (1.0, -1.0):
         found = clip_binds(CISPO(low=0.2, high=0.28), ratio, sign * torch.ones(1, 4), mask[:1, :4])
@@ -425,6 +480,29 @@ def test_metrics_are_means_over_all_response_tokens_however_the_loss_is_scaled(
         bad = [x for at, x in moved.items() if x * float(experience.advantage[at]) > 0]
         clipped = [x for x in bad if not 0.8 <= math.exp(x) <= 1.28]
         assert mean_of(shown["clip_fraction"]) == pytest.approx(len(clipped) / len(tokens))
+
+
+@pytest.mark.parametrize("name", ["dppo", "ipo"])
+def test_clip_fraction_of_a_trust_region_counts_the_tokens_that_lost_their_advantage(
+    name: str,
+) -> None:
+    experience, logp = ragged(5)
+    options = replace(LOSSES[name], drift_coef=0.0)
+    shown = policy_loss(options=options)(TokenStats(logp, None), experience)
+    (gradient,) = torch.autograd.grad(shown.value.sum(), logp)
+    dropped = (gradient == 0)[experience.mask].double().mean()
+    assert 0.1 < dropped < 0.9
+    assert mean_of(shown.metrics["clip_fraction"]) == pytest.approx(float(dropped))
+
+
+def test_the_gate_of_sapo_fades_where_a_clip_would_cut() -> None:
+    for advantage, tau in ((2.0, 1.0), (-2.0, 1.05)):
+        slopes = [gradient_at(SAPO(), math.log(r), advantage)[1] / r for r in (0.2, 0.7, 1, 2, 6)]
+        sizes = [abs(slope) for slope in slopes]
+        assert sizes[2] == pytest.approx(2.0)
+        assert sizes[0] < sizes[1] < sizes[2] > sizes[3] > sizes[4] > 0
+        gate = 1 / (1 + math.exp(-tau))  # at a ratio of 2
+        assert sizes[3] == pytest.approx(2.0 * 4 * gate * (1 - gate))
 
 
 def test_clip_fraction_of_gspo_is_a_share_of_answers_and_reinforce_has_none() -> None:

@@ -241,6 +241,18 @@ OPTIONS: dict[str, Live] = {
     "algorithm.policy_loss.drift_clip of cpgd": Live(
         "0.001", (*STEPS, "algorithm.policy_loss.drift_coef=1"), dead=("algorithm.policy_loss=cpgd",)
     ),
+    "algorithm.policy_loss.tau_positive of sapo": Live("3", STEPS),
+    "algorithm.policy_loss.tau_negative of sapo": Live("3", STEPS),
+    "algorithm.policy_loss.low of gmpo": Live("0.001", STEPS),
+    "algorithm.policy_loss.high of gmpo": Live("0.001", STEPS),
+    "algorithm.policy_loss.low of dppo": Live("0.001", STEPS),
+    "algorithm.policy_loss.high of dppo": Live("0.001", STEPS),
+    "algorithm.policy_loss.drift_coef of dppo": Live("1", STEPS),
+    "algorithm.policy_loss.threshold of ipo": Live("0.001", STEPS),
+    "algorithm.policy_loss.drift_coef of ipo": Live("1", STEPS),
+    "algorithm.advantage.k of pass_at_k": Live("2"),
+    "algorithm.importance_sampling.low of icepop": Live("0.99"),
+    "algorithm.importance_sampling.high of icepop": Live("1.01"),
     "algorithm.importance_sampling.type": Live("token"),
     **{f"algorithm.importance_sampling.cap of {part}": Live("1.5") for part in ("token", "mask")},
     "algorithm.importance_sampling.cap of sequence": Live("1", ("rollout.max_response_tokens=1",)),

@@ -105,7 +105,7 @@ def test_a_sound_config_has_no_violations(config_file: Path) -> None:
         (
             "algorithm.replay.max_age=2",
             1,
-            "algorithm.replay.max_age=2 needs algorithm.importance_sampling.type=token, sequence or mask",
+            "algorithm.replay.max_age=2 needs algorithm.importance_sampling.type=token, sequence, mask or icepop",
         ),
         (
             "algorithm.replay.max_rows=64",
