@@ -30,7 +30,9 @@ import json
 import logging
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from rftmega.core.errors import ConfigError, exit_code_of
 
@@ -45,12 +47,12 @@ def main(given: list[str] | None = None) -> int:
     parser.add_argument("--backend", choices=BACKENDS, help="check only this one (both)")
     parser.add_argument(
         "--layers",
-        type=_positive,
+        type=positive_number,
         metavar="N",
         help="check the first N layers (all of a small model, few of a large one)",
     )
     parser.add_argument(
-        "--tokens", type=_positive, default=64, metavar="N", help="of the completion (64)"
+        "--tokens", type=positive_number, default=64, metavar="N", help="of the completion (64)"
     )
     parser.add_argument(
         "--ignore-config-fields",
@@ -63,7 +65,7 @@ def main(given: list[str] | None = None) -> int:
     return exit_code_of(check, parser.parse_args(given))
 
 
-def _positive(text: str) -> int:
+def positive_number(text: str) -> int:
     number = int(text)
     if number < 1:
         raise argparse.ArgumentTypeError(f"{text} is not 1 or more")
@@ -110,13 +112,11 @@ def _folder(model: str) -> Path:
 
     Raises ConfigError if there is no model.
     """
-    from dataclasses import replace
-
-    from rftmega.config import ModelConfig, RunConfig, DataConfig
+    from rftmega.config import DataConfig, ModelConfig, RunConfig
     from rftmega.run.hub import fetched
 
     config = RunConfig(model=ModelConfig(path=model), data=DataConfig(train="none.jsonl"))
-    folder = Path(fetched(replace(config)).model.path)
+    folder = Path(fetched(config).model.path)
     if not folder.is_dir():
         raise ConfigError(
             f"{model} is no folder. Give a Hugging Face folder, or a model of the Hub (org/name)."
@@ -129,7 +129,7 @@ def _folder(model: str) -> Path:
     return folder
 
 
-def _write(chosen: argparse.Namespace, layers: int, findings: list) -> None:
+def _write(chosen: argparse.Namespace, layers: int, findings: Sequence[Any]) -> None:
     content = {
         "model": chosen.model,
         "layers": layers,

@@ -45,8 +45,12 @@ def rows_for(config: Mapping[str, Any], vocabulary: int, positions: int) -> Rows
     within = isinstance(window, int) and window + 16 <= MOST
     longest = window + 16 if within and window > LONG else LONG  # type: ignore[operator]
     lengths = torch.tensor([min(each, positions) for each in (*LENGTHS, longest)])
-    special = {value for name, value in config.items() if name.endswith("_token_id") and _is_id(value)}
-    special |= {value for name, value in config.items() if name.endswith("_token_index") and _is_id(value)}
+    special = {
+        value for name, value in config.items() if name.endswith("_token_id") and _is_id(value)
+    }
+    special |= {
+        value for name, value in config.items() if name.endswith("_token_index") and _is_id(value)
+    }
     allowed = torch.tensor([each for each in range(vocabulary) if each not in special])
     drawn = torch.Generator().manual_seed(4711)
     chosen = torch.randint(len(allowed), (len(lengths), int(lengths.max())), generator=drawn)
@@ -95,7 +99,9 @@ def of_backend(
         yield _export(folder, scratch / "exported", given)
     except Exception as error:  # foreign code, given a user's folder
         yield raised(STAGES[len(done)], error)
-        yield from (skipped(each, f"{STAGES[len(done)]} failed") for each in STAGES[len(done) + 1 :])
+        yield from (
+            skipped(each, f"{STAGES[len(done)]} failed") for each in STAGES[len(done) + 1 :]
+        )
 
 
 def _log_probs(policy: Any, rows: Rows[Tensor]) -> list[Tensor]:
@@ -187,7 +193,10 @@ def _packing(policy: Any, rows: Rows[Tensor], packed: Sequence[Tensor]) -> Findi
         (alone,) = _log_probs(policy, rows.select(torch.tensor([number])))
         gaps.append(float((alone - own).abs().max()) if len(own) else 0.0)
     if max(gaps) <= TOLERANCE:
-        return ok("packing", f"{len(packed)} rows in one micro-batch: {max(gaps):.1e} at most from single rows")
+        return ok(
+            "packing",
+            f"{len(packed)} rows in one micro-batch: {max(gaps):.1e} at most from single rows",
+        )
     worst = gaps.index(max(gaps)) - 1
     return problem(
         "packing",

@@ -8,13 +8,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rftmega.core.errors import RFTMegaError
 from rftmega.core.json_files import read_json_object
 from rftmega.model_providers.description import ModelDescription
+from rftmega.models.hf.hf_folder import HFFolder
 from rftmega.models.hf.quantised_folder import open_quantised
 from rftmega.run.conversion.progress_bar import progress_bar
 from rftmega.run.model_check import reference, truncated, weights
 from rftmega.run.model_check.backends import STAGES, Compared, of_backend, row_of, rows_for
-from rftmega.run.model_check.findings import Finding, raised, skipped
+from rftmega.run.model_check.findings import Finding, ok, raised, skipped
 from rftmega.run.model_check.text import of_text
 from rftmega.runtime.device.cpu import CPU
 
@@ -40,27 +42,27 @@ class ModelCheck:
 
     def run(self) -> list[Finding]:
         """Runs all checks. Returns the findings in the order of the checks."""
+        with reference.quiet():
+            self._run()
+        return self.findings
+
+    def _run(self) -> None:
         found = weights.read(self.folder, self.backends)
         self.findings += weights.of_config(self.folder, found, self.asked)
         vocabulary = next((each.vocabulary for each in found.descriptions.values()), None)
         log.info("tokenizer and chat template ...")
         of_tokens, tokenizer = of_text(self.folder, vocabulary)
         log.info("headers of the weights ...")
-        of_weights = (
-            weights.of_files(self.folder, found)
-            if found.descriptions
-            else [skipped("weights", "config.json is refused")]
-        )
+        of_weights = weights.of_files(self.folder, found)
         self.findings += [*of_weights, *of_tokens]
         if not found.descriptions or any(each.state == "problem" for each in of_weights):
             self._skip_numbers("no model can be built, see above")
-            return self.findings
-        with reference.quiet(), tempfile.TemporaryDirectory(prefix="rftmega-check-") as scratch:
+            return
+        with tempfile.TemporaryDirectory(prefix="rftmega-check-") as scratch:
             try:
                 self.findings += self._numbers(found, tokenizer, Path(scratch))
             except Exception as error:  # foreign code, given a user's folder
                 self.findings.append(raised("logits", error))
-        return self.findings
 
     def _skip_numbers(self, why: str) -> None:
         names = ("logits", *STAGES, "generation")
@@ -74,10 +76,12 @@ class ModelCheck:
         files = open_quantised(self.folder, config)
         layers = truncated.layers_in(config)
         kinds = truncated.kinds_of_layers(files, _with_defaults(self.folder, config), layers)
-        self.kept = self._chosen(files, layers, truncated.fewest_layers(kinds))
-        needed = COPIES * BYTES * truncated.elements_with(files, self.kept)
         free = CPU().room()
-        if needed > SHARE * free:
+        self.kept = self._chosen(files, layers, truncated.fewest_layers(kinds), free)
+        if self.kept < layers:
+            yield ok("layers", f"the first {self.kept} of {layers} are checked, see --layers")
+        if not _fits(files, self.kept, free):
+            needed = COPIES * BYTES * truncated.elements_with(files, self.kept)
             said = f"{self.kept} of {layers} layers take about {needed / 1e9:.0f} GB, and {free / 1e9:.0f} GB are free"
             yield from (skipped(each, said) for each in ("logits", *STAGES, "generation"))
             return
@@ -85,13 +89,15 @@ class ModelCheck:
         if truncated.needs_copy(config, layers, self.kept):
             folder = scratch / "model"
             folder.mkdir()
-            size = BYTES // 2 * truncated.elements_with(files, self.kept)
+            size = truncated.bytes_with(files, self.kept)
             with progress_bar(self.folder, f"copy of {self.kept} layers", total=size) as bar:
                 truncated.copy(self.folder, folder, layers, self.kept, progress=bar.update)
         model = next(iter(found.descriptions.values()))
         given = yield from self._reference(folder, tokenizer, model, whole=self.kept == layers)
-        for name, why in weights.usable(folder, weights.read(folder, list(found.descriptions))).items():
-            if why:
+        read = weights.read(folder, list(found.descriptions))
+        refused = {**read.refusals, **weights.usable(folder, read)}
+        for name in found.descriptions:
+            if why := refused[name]:
                 yield from (_of(name, skipped(each, why)) for each in STAGES)
                 continue
             log.info("backend=%s ...", name)
@@ -101,13 +107,14 @@ class ModelCheck:
                 yield _of(name, each)
             gc.collect()
 
-    def _chosen(self, files: Any, layers: int, fewest: int) -> int:
-        """Returns the number of layers to check."""
+    def _chosen(self, files: HFFolder, layers: int, fewest: int, free: int) -> int:
+        """Returns the number of layers to check. `fewest`: as many as have one of each kind; `free`:
+        bytes of memory.
+        """
         if self.layers is not None:
             return min(self.layers, layers)
-        if truncated.elements_with(files, layers) <= WHOLE:
-            return layers
-        return fewest
+        small = truncated.elements_with(files, layers) <= WHOLE
+        return layers if small and _fits(files, layers, free) else fewest
 
     def _reference(
         self, folder: Path, tokenizer: Any, model: ModelDescription, *, whole: bool
@@ -121,7 +128,11 @@ class ModelCheck:
             yield skipped("logits", "transformers has no such model")
             return Compared(rows, None)
         log.info("transformers ...")
-        built, _ = reference.loaded(folder)
+        try:
+            built, _ = reference.loaded(folder)
+        except Exception as error:  # of each class's own code, given a user's folder
+            yield raised("logits", error)
+            return Compared(rows, None)
         logits = [reference.logits_of(built, row_of(rows, each)) for each in range(len(rows))]
         yield from reference.of_logits(logits, fields)
         yield from self._sampled(built, tokenizer, whole=whole)
@@ -136,8 +147,15 @@ class ModelCheck:
         try:
             yield reference.of_prediction(model, tokenizer)
             yield reference.of_generation(model, tokenizer, self.tokens)
+        except RFTMegaError:
+            yield skipped("generation", "the prompt can't be rendered")
         except Exception as error:  # foreign code, given a user's folder
             yield raised("generation", error)
+
+
+def _fits(files: HFFolder, layers: int, free: int) -> bool:
+    """Returns whether a model with so many layers can be checked in `free` bytes of memory."""
+    return COPIES * BYTES * truncated.elements_with(files, layers) <= SHARE * free
 
 
 def _of(backend: str, finding: Finding) -> Finding:
@@ -151,7 +169,9 @@ def _with_defaults(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
     found = weights.config_of(folder)
     try:
         read = AutoConfig.from_pretrained(folder, trust_remote_code=False).get_text_config()
-        return {**read.to_dict(), **{key: value for key, value in found.items() if value is not None}}
+        return {
+            **read.to_dict(),
+            **{key: value for key, value in found.items() if value is not None},
+        }
     except Exception:  # of each class's own code; Megatron's families need no class
         return found
-

@@ -14,7 +14,8 @@ from rftmega.core.json_files import read_json_object
 from rftmega.run.model_check.findings import Finding, note, ok, problem
 
 SAID = (
-    "The capital of France is Paris, and the capital of Italy is Rome. Water freezes at zero degrees, and a week has seven days."
+    "The capital of France is Paris, and the capital of Italy is Rome. Water freezes at zero degrees, "
+    "and a week has seven days."
 )
 UNIFORM = 0.5  # nats by which text must be likelier than if all tokens were equally likely
 
@@ -36,9 +37,11 @@ def quiet() -> Iterator[None]:
 
 def class_of(folder: Path) -> Any:
     """Returns transformers' class that builds the folder's model, or None if it has none."""
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, CONFIG_MAPPING
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-    from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+    )
 
     kind = read_json_object(folder / "config.json").get("model_type")
     if kind not in CONFIG_MAPPING or unknown_to_transformers(folder):
@@ -135,4 +138,3 @@ def of_generation(model: Any, tokenizer: Any, most: int) -> Finding:
     if found and found[-1] in tokenizer.stop_ids:
         return ok("generation", f"stops after {len(found)} tokens: {begin}")
     return note("generation", f"no stop token within {most} tokens: {begin}")
-

@@ -6,15 +6,23 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from rftmega.core.errors import DataError, RFTMegaError
+from rftmega.core.errors import CheckpointError, DataError, RFTMegaError
 from rftmega.core.json_files import read_json_object
-from rftmega.data.chat.replies import text_of
 from rftmega.data.chat.template_bridge import REASONING_KEYS, TemplateBridge
 from rftmega.data.chat.template_forms import Messages
 from rftmega.data.tokenizer import Tokenizer
 from rftmega.run.model_check.findings import Finding, note, ok, problem, raised, skipped
 
 GENERATION = "generation_config.json"
+# files of which one has the vocabulary
+VOCABULARIES = (
+    "tokenizer.json",
+    "*.model",
+    "vocab*",
+    "*.tiktoken",
+    "tekken.json",
+    "tokenization*.py",
+)
 ASCII = "The sum of 2 and 3 is 5; is (x + 1)^2 > 0?\n\tYes."
 OTHERS = ("Größe, élan, naïve", "日本語と中文", "x ≤ √2 ∧ 🙂")
 ASKED, REPLIED, AGAIN, TOLD = "What is 2+3?", "The sum is 5.", "And 4+4?", "Be brief."
@@ -42,15 +50,9 @@ def of_text(folder: Path, rows: int | None) -> tuple[list[Finding], Tokenizer | 
     """
     rest = ("special tokens", "chat template", "turns", "stop tokens")
     try:
-        tokenizer = Tokenizer(folder)
+        tokenizer = _opened(folder)
     except Exception as error:
         found = raised("tokenizer", error)
-        if not list(folder.glob("tokenizer*")) and not list(folder.glob("vocab*")):
-            found = problem(
-                "tokenizer",
-                f"{folder} holds no tokenizer.",
-                "Copy tokenizer.json and tokenizer_config.json of the model into it.",
-            )
         return [found, *(skipped(each, "no tokenizer") for each in rest)], None
     checks: dict[str, Callable[[], Iterator[Finding]]] = {
         "tokenizer": lambda: _round_trip(tokenizer, rows),
@@ -59,6 +61,17 @@ def of_text(folder: Path, rows: int | None) -> tuple[list[Finding], Tokenizer | 
         "stop tokens": lambda: _stop_tokens(folder, tokenizer),
     }
     return [each for name, check in checks.items() for each in _guarded(name, check)], tokenizer
+
+
+def _opened(folder: Path) -> Tokenizer:
+    """Returns the folder's tokenizer. Raises CheckpointError if there is none: transformers makes an
+    empty one of a folder without a vocabulary.
+    """
+    if not any(path.is_file() for pattern in VOCABULARIES for path in folder.glob(pattern)):
+        raise CheckpointError(
+            f"{folder} holds no tokenizer. Copy tokenizer.json and tokenizer_config.json of the model into it."
+        )
+    return Tokenizer(folder)
 
 
 def _guarded(name: str, check: Callable[[], Iterator[Finding]]) -> list[Finding]:
@@ -101,7 +114,9 @@ def _special_tokens(tokenizer: Tokenizer, rows: int | None) -> Iterator[Finding]
     inner = tokenizer.inner
     ids = {name: getattr(inner, f"{name}_token_id") for name in ("bos", "eos", "pad")}
     said = ", ".join(f"{name} {_shown(tokenizer, each)}" for name, each in ids.items())
-    strangers = [each for each in ids.values() if each is not None and rows is not None and each >= rows]
+    strangers = [
+        each for each in ids.values() if each is not None and rows is not None and each >= rows
+    ]
     if strangers:
         yield problem(
             "special tokens",
@@ -136,8 +151,8 @@ def _bos(tokenizer: Tokenizer, bos: int | None) -> Iterator[Finding]:
     if text[:1] == [bos] and bos not in chat:
         yield note(
             "special tokens",
-            f"Text begins with {_shown(tokenizer, bos)}, and a chat does not: the chat template writes no bos_token. A model that "
-            "was trained with it predicts worse without.",
+            f"Text begins with {_shown(tokenizer, bos)}, and a chat does not: the chat template writes no bos_token. A model "
+            "that was trained with it predicts worse without.",
         )
 
 
@@ -154,7 +169,9 @@ def _template(tokenizer: Tokenizer) -> Iterator[Finding]:
         opened = tokenizer.template.text([USER], open_=True)
         closed = tokenizer.template.text([USER], open_=False)
     except RFTMegaError as error:
-        yield problem("chat template", f"It can't render one user message: {error}", TEMPLATE)
+        yield problem(
+            "chat template", f"It can't render one user message: {_reason(error)}.", TEMPLATE
+        )
         yield skipped("turns", "the chat template fails")
         return
     lost = [text for text in (ASKED,) if text not in opened]
@@ -169,6 +186,11 @@ def _template(tokenizer: Tokenizer) -> Iterator[Finding]:
     yield from _system(tokenizer)
     yield from _tools(tokenizer)
     yield from _reasoning(tokenizer)
+
+
+def _reason(error: Exception) -> str:
+    """Returns the template's own words in an error."""
+    return str(error).rpartition("can't take it: ")[2].rstrip(".")
 
 
 def _generation_prompt(opened: str, closed: str) -> Finding:
@@ -224,7 +246,7 @@ def _turns(tokenizer: Tokenizer, opened: str) -> Iterator[Finding]:
         one = text([USER, ASSISTANT], open_=False)
         several = text([USER, ASSISTANT, USER_AGAIN], open_=True)
     except RFTMegaError as error:
-        yield problem("turns", f"The template refuses a second turn: {error}", TEMPLATE)
+        yield problem("turns", f"The template refuses a second turn: {_reason(error)}.", TEMPLATE)
         return
     places = [several.find(each) for each in (ASKED, REPLIED, AGAIN)]
     if -1 in places:
@@ -264,21 +286,32 @@ def _system(tokenizer: Tokenizer) -> Iterator[Finding]:
     try:
         found = tokenizer.template.text([SYSTEM, USER], open_=True)
     except RFTMegaError as error:
-        yield note("system", f"The template refuses a system message, so leave data.system_prompt out: {error}")
+        yield note(
+            "system",
+            f"The template refuses a system message, so leave data.system_prompt out: {_reason(error)}.",
+        )
         return
     if TOLD not in found:
         yield problem("system", "The template silently leaves system messages out.", TEMPLATE)
     elif found.find(TOLD) > found.find(ASKED):
-        yield problem("system", "The template writes the system message behind the user's.", TEMPLATE)
+        yield problem(
+            "system", "The template writes the system message behind the user's.", TEMPLATE
+        )
     else:
         yield ok("system", "system messages are rendered")
 
 
 def _tools(tokenizer: Tokenizer) -> Iterator[Finding]:
     if not tokenizer.template.reads_tools:
-        yield note("tools", "The template renders no tools: environment.type=tools needs another one.")
+        yield note(
+            "tools", "The template renders no tools: environment.type=tools needs another one."
+        )
         return
-    call = {"type": "function", "id": "call00000", "function": {"name": "add", "arguments": {"a": 1}}}
+    call = {
+        "type": "function",
+        "id": "call00000",
+        "function": {"name": "add", "arguments": {"a": 1}},
+    }
     messages: Messages = [
         USER,
         {"role": "assistant", "content": "", "tool_calls": [call]},
@@ -287,7 +320,11 @@ def _tools(tokenizer: Tokenizer) -> Iterator[Finding]:
     try:
         found = tokenizer.template.text(messages, open_=True, tools=[TOOL])
     except RFTMegaError as error:
-        yield problem("tools", f"It renders tools and refuses a call with its result: {error}", TEMPLATE)
+        yield problem(
+            "tools",
+            f"It renders tools and refuses a call with its result: {_reason(error)}.",
+            TEMPLATE,
+        )
         return
     if "4711" not in found:
         yield problem("tools", "It renders tools and leaves their results out.", TEMPLATE)
@@ -321,7 +358,8 @@ def _stop_tokens(folder: Path, tokenizer: Tokenizer) -> Iterator[Finding]:
     config = _stops_in(folder / "config.json")
     generation = _stops_in(folder / GENERATION)
     found = list(_disagreement(tokenizer, own, generation, config))
-    end = _end_of_turn(tokenizer) if _has_template(tokenizer) else None
+    turn = _turn(tokenizer) if _has_template(tokenizer) else None
+    end = None if turn is None else _end_of(tokenizer, turn)
     if end is not None and end not in tokenizer.stop_ids:
         found.append(
             problem(
@@ -331,7 +369,7 @@ def _stop_tokens(folder: Path, tokenizer: Tokenizer) -> Iterator[Finding]:
                 f"Add {end} to eos_token_id in {GENERATION}.",
             )
         )
-    if _has_template(tokenizer) and end is None:
+    if turn is not None and end is None:
         found.append(
             note("stop tokens", "The chat template writes no special token behind a response.")
         )
@@ -379,24 +417,28 @@ def _stops_in(path: Path) -> list[int]:
     return [each for each in every if isinstance(each, int)]
 
 
-def _end_of_turn(tokenizer: Tokenizer) -> int | None:
-    """Returns the first special token that the template writes behind a response; None if there is
-    none.
-    """
+def _turn(tokenizer: Tokenizer) -> str | None:
+    """Returns the text of a question and its response; None if the template renders none."""
     try:
         text = tokenizer.template.text([USER, ASSISTANT], open_=False)
     except RFTMegaError:
         return None
-    behind = tokenizer.encode_behind(REPLIED, text.rpartition(REPLIED)[2])
-    special = set(tokenizer.inner.added_tokens_decoder) | set(tokenizer.inner.all_special_ids)
+    return text if REPLIED in text else None
+
+
+def _end_of(tokenizer: Tokenizer, turn: str) -> int | None:
+    """Returns the first special token behind the response in a turn; None if there is none."""
+    behind = tokenizer.encode_behind(REPLIED, turn.rpartition(REPLIED)[2])
+    special = {*tokenizer.inner.added_tokens_decoder, *tokenizer.inner.all_special_ids}
     return next((each for each in behind if each in special), None)
 
 
 def _shown(tokenizer: Tokenizer, number: Any) -> str:
     if number is None:
         return "none"
-    name = tokenizer.inner.convert_ids_to_tokens(number) if number < len(tokenizer.inner) else None
-    return f"{name or text_of(tokenizer, [number])} ({number})"
+    if not 0 <= number < len(tokenizer.inner):
+        return f"{number}, which is no token"
+    return f"{tokenizer.inner.convert_ids_to_tokens(number)} ({number})"
 
 
 def _listed(tokenizer: Tokenizer, numbers: Sequence[int]) -> str:

@@ -1,6 +1,7 @@
 """Makes a copy of a model folder with its first layers only, and with plain weights."""
 
 import json
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -28,6 +29,7 @@ LAYER = re.compile(r"(?:^|\.)(?:layers|layer|h|blocks|block)\.(\d+)\.")
 # parts beside the decoder, whose layers all stay
 TOWERS = re.compile(r"(?:^|\.)(?:visual|vision_\w+|audio_\w+|multi_modal_projector)\.")
 INDEXES = re.compile(r".*(?:layers?|layer_ids|idxs|indices|indexes)$")
+NO_LAYERS = ("architectures", "eos_token_id")  # lists that may be as long by chance
 FEWEST = 2
 FILE_BYTES = 2 * 2**30
 
@@ -70,7 +72,7 @@ def _short(name: str, value: Any, layers: int, kept: int) -> Any:
         return 0
     if name == "max_window_layers" and isinstance(value, int):
         return min(value, kept)
-    if isinstance(value, list | str) and len(value) == layers and not _are_names(name, value):
+    if _has_entries(name, value, layers):
         return value[:kept]
     if isinstance(value, list) and INDEXES.match(name) and all(map(_is_index, value)):
         return [each for each in value if each < kept]
@@ -83,11 +85,13 @@ def _is_index(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _are_names(name: str, value: Any) -> bool:
-    """Returns whether a list or text of as many entries as layers has none for each layer."""
-    if isinstance(value, str):
-        return "pattern" not in name
-    return name in ("architectures", "eos_token_id")
+def _has_entries(name: str, value: Any, layers: int) -> bool:
+    """Returns whether a field of config.json is a list, or a text of letters, with an entry for each
+    layer.
+    """
+    if not isinstance(value, list | str) or len(value) != layers:
+        return False
+    return "pattern" in name if isinstance(value, str) else name not in NO_LAYERS
 
 
 def layer_of(name: str) -> int | None:
@@ -108,9 +112,7 @@ def kinds_of_layers(files: HFFolder, fields: Mapping[str, Any], layers: int) -> 
         if layer is not None and layer < layers:
             start, _, rest = name.partition(f".{layer}.")
             tensors[layer].add((start, rest, files.shape_of(name)))
-    lists = [
-        value for value in fields.values() if isinstance(value, list | str) and len(value) == layers
-    ]
+    lists = [value for name, value in fields.items() if _has_entries(name, value, layers)]
     return [
         (frozenset(tensors[layer]), tuple(json.dumps(each[layer]) for each in lists))
         for layer in range(layers)
@@ -125,13 +127,19 @@ def fewest_layers(kinds: Sequence[Any]) -> int:
 
 def elements_with(files: HFFolder, kept: int) -> int:
     """Returns the number of elements of all tensors of a copy with `kept` layers."""
-    found = 0
-    for name in _names(files, kept):
-        size = 1
-        for length in files.shape_of(name):
-            size *= length
-        found += size
-    return found
+    return sum(math.prod(files.shape_of(name)) for name in _names(files, kept))
+
+
+def bytes_with(files: HFFolder, kept: int) -> int:
+    """Returns the number of bytes of all tensors of a copy with `kept` layers."""
+    return sum(tensor.bytes for tensor in _planned(files, kept))
+
+
+def _planned(files: HFFolder, kept: int) -> list[PlannedTensor]:
+    return [
+        PlannedTensor(name, files.dtype_of(name), files.shape_of(name))
+        for name in _names(files, kept)
+    ]
 
 
 def _names(files: HFFolder, kept: int) -> Iterator[str]:
@@ -151,17 +159,14 @@ def copy(
     """
     config = read_json_object(source / "config.json")
     files = open_quantised(source, config)
-    planned = [
-        PlannedTensor(name, files.dtype_of(name), files.shape_of(name))
-        for name in _names(files, kept)
-    ]
+    planned = _planned(files, kept)
     shards = shards_of(planned, FILE_BYTES)
 
     def tensors() -> Iterator[tuple[str, Tensor]]:
         for name, _, shape in planned:
             whole = files.whole(name, shape)
-            yield name, whole
             progress(whole.nbytes)
+            yield name, whole
 
     stream = tensors()
     for file, wanted in shards.items():

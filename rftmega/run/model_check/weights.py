@@ -22,7 +22,7 @@ from rftmega.model_providers.output_head import names_of_head, output_head
 from rftmega.models.hf.hf_folder import INDEX, HFFolder
 from rftmega.models.hf.quantised_folder import open_quantised
 from rftmega.models.hf.stacked_files import open_folder
-from rftmega.run.model_check.findings import Finding, note, ok, problem, raised
+from rftmega.run.model_check.findings import Finding, note, ok, problem, raised, skipped
 
 BACKENDS = ("megatron", "fsdp")
 DOWNLOAD = "Download this file again."
@@ -99,20 +99,21 @@ def of_files(folder: Path, found: ReadConfig) -> list[Finding]:
         broken = list(_broken(folder))
     except CheckpointError as error:
         return [_without_weights(folder, error)]
-    if broken:
-        return broken
+    if broken or not found.descriptions:
+        return broken or [skipped("weights", "config.json is refused")]
     try:
         files = HFFolder(folder)
         refused = {name: list(_tensors(folder, name, found)) for name in found.descriptions}
         heads = list(_other_head(folder, found))
     except Exception as error:
         return [raised("weights", error)]
-    problems = list(dict.fromkeys(each for own in refused.values() for each in own))
-    if heads or (problems and all(refused.values())):
-        return [*problems, *heads]
+    if heads or all(refused.values()):  # the backends name the same cause in other words
+        return [*next(iter(refused.values())), *heads]
     size = sum(file.stat().st_size for file in files.files)
     said = f"{len(list(files.names))} tensors in {len(files.files)} file(s), {size / 1e9:.2f} GB; none is missing or left over"
-    notes = [note("weights", f"backend={name}: {own[0].said}") for name, own in refused.items() if own]
+    notes = [
+        note("weights", f"backend={name}: {own[0].said}") for name, own in refused.items() if own
+    ]
     return [ok("weights", said), *notes, *_unlisted(folder, files)]
 
 
@@ -149,7 +150,9 @@ def _broken(folder: Path) -> Iterator[Finding]:
         names = sorted(path.name for path in folder.glob("*.safetensors"))
         listed: dict[str, str] = {}
         if not names:
-            raise CheckpointError(f"{folder} holds no *.safetensors weights. Download the model with its weights.")
+            raise CheckpointError(
+                f"{folder} holds no *.safetensors weights. Download the model with its weights."
+            )
     else:
         listed = read_weight_map(index)
         names = sorted(set(listed.values()))
@@ -163,7 +166,9 @@ def _broken(folder: Path) -> Iterator[Finding]:
         except (SafetensorError, OSError) as error:
             yield problem("weights", _cut_off(folder / name, error), DOWNLOAD)
             continue
-        if missing := sorted(tensor for tensor, place in listed.items() if place == name and tensor not in held):
+        if missing := sorted(
+            tensor for tensor, place in listed.items() if place == name and tensor not in held
+        ):
             yield problem(
                 "weights",
                 f"{INDEX} names {name} for {missing[0]!r} ({len(missing)} such), which is not in that file.",
