@@ -34,9 +34,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from rftmega.config.capabilities import BACKENDS
 from rftmega.core.errors import ConfigError, exit_code_of
-
-BACKENDS = ("megatron", "fsdp")
 
 
 def main(given: list[str] | None = None) -> int:
@@ -44,7 +43,7 @@ def main(given: list[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("model", metavar="MODEL", help="Hugging Face folder, or model of the Hub")
-    parser.add_argument("--backend", choices=BACKENDS, help="check only this one (both)")
+    parser.add_argument("--backend", choices=list(BACKENDS), help="check only this one (both)")
     parser.add_argument(
         "--layers",
         type=positive_number,
@@ -93,7 +92,7 @@ def check(chosen: argparse.Namespace) -> int:
     asked = [chosen.backend] if chosen.backend else []
     model = ModelCheck(
         folder,
-        backends=asked or BACKENDS,
+        backends=asked or list(BACKENDS),
         asked=asked,
         layers=chosen.layers,
         tokens=chosen.tokens,

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rftmega.config.capabilities import BACKENDS
 from rftmega.core.errors import RFTMegaError
 from rftmega.core.json_files import read_json_object
 from rftmega.model_providers.description import ModelDescription
@@ -32,7 +33,7 @@ class ModelCheck:
     """ModelCheck holds the choices for a check, and its findings so far."""
 
     folder: Path
-    backends: Sequence[str] = weights.BACKENDS
+    backends: Sequence[str] = tuple(BACKENDS)
     asked: Sequence[str] = ()  # the backends that the user named
     layers: int | None = None  # None: as many as fit, few of a large model
     tokens: int = 64  # of the completion

@@ -13,6 +13,7 @@ from rftmega.backends.decoder.meta_decoder import describe as described
 from rftmega.backends.decoder.meta_decoder import on_meta, state_buffers
 from rftmega.backends.decoder.parameter_places import places_of
 from rftmega.backends.megatron.load import HEAD, HEADS, refuse_strangers
+from rftmega.config.capabilities import BACKENDS
 from rftmega.converters import has_table, instances, table
 from rftmega.core.errors import CheckpointError
 from rftmega.core.json_files import read_json_object, read_weight_map
@@ -24,7 +25,6 @@ from rftmega.models.hf.quantised_folder import open_quantised
 from rftmega.models.hf.stacked_files import open_folder
 from rftmega.run.model_check.findings import Finding, note, ok, problem, raised, skipped
 
-BACKENDS = ("megatron", "fsdp")
 DOWNLOAD = "Download this file again."
 ROWS = 4096  # of the LM head that are compared at a time
 
@@ -49,7 +49,7 @@ def read(folder: Path, backends: Sequence[str]) -> ReadConfig:
 
 
 def _description(folder: Path, backend: str) -> ModelDescription:
-    if backend == "megatron":
+    if not BACKENDS[backend].any_decoder:
         return describe(read_hf_config(folder))
     config = read_config(folder)
     describe_any(config)
@@ -206,10 +206,10 @@ def _unlisted(folder: Path, files: HFFolder) -> Iterator[Finding]:
 def _tensors(folder: Path, backend: str, found: ReadConfig) -> Iterator[Finding]:
     """Yields a problem for each kind of disagreement between config.json and the tensors."""
     try:
-        if backend == "megatron":
-            yield from _tensors_of_table(folder, found.descriptions[backend])
-        else:
+        if BACKENDS[backend].any_decoder:
             _places_in_decoder(folder)
+        else:
+            yield from _tensors_of_table(folder, found.descriptions[backend])
     except CheckpointError as error:
         yield raised("weights", error)
 

@@ -14,6 +14,7 @@ from rftmega.run.model_check import weights
 from rftmega.run.model_check.findings import Finding, table
 from tests.tiny_models import save_tiny
 
+BOTH = ("megatron", "fsdp")
 NAME, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
@@ -29,7 +30,7 @@ def copied(good: Path, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def found(folder: Path, backends: tuple[str, ...] = weights.BACKENDS) -> list[Finding]:
+def found(folder: Path, backends: tuple[str, ...] = BOTH) -> list[Finding]:
     read = weights.read(folder, backends)
     return [*weights.of_config(folder, read, []), *weights.of_files(folder, read)]
 
@@ -97,7 +98,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
 def test_a_folder_with_a_defect_is_named_once(damage: str, copied: Path) -> None:
     change, said = DAMAGES[damage]
     change(copied)
-    backends = ("megatron",) if damage.startswith("a field") else weights.BACKENDS
+    backends = ("megatron",) if damage.startswith("a field") else BOTH
     (problem,) = [each for each in found(copied, backends) if each.state == "problem"]
     assert said in problem.said
 
@@ -135,7 +136,7 @@ def test_a_head_equal_to_a_tied_embedding_and_a_file_beside_the_index_are_no_pro
 
 def test_a_backend_that_the_user_named_may_not_refuse(copied: Path) -> None:
     fields(copied, model_type="olmo")
-    read = weights.read(copied, weights.BACKENDS)
+    read = weights.read(copied, BOTH)
     assert list(read.refusals) == ["megatron"]
     states = {
         asked: [each.state for each in weights.of_config(copied, read, asked)]
