@@ -210,24 +210,30 @@ def _generation_prompt(opened: str, closed: str) -> Finding:
 
 
 def _unknown_tokens(tokenizer: Tokenizer, text: str) -> Iterator[Finding]:
-    """Yields a problem for names of control tokens that the template writes and the tokenizer reads
-    as letters.
+    """Yields a note for names of control tokens that the template writes and the tokenizer reads as
+    letters.
     """
-    names = dict.fromkeys(CONTROL.findall(text))
-    letters = [name for name in names if len(tokenizer.encode_reply(name)) > 1]
-    if letters:
-        yield problem(
+    if letters := _read_as_letters(tokenizer, text):
+        yield note(
             "chat template",
-            f"It writes {', '.join(letters[:3])}, which the tokenizer does not know as a token and splits into letters.",
-            "Take the tokenizer and the template of the same model.",
+            f"It writes {', '.join(letters[:3])}, which the tokenizer does not know as a token and splits into letters. Some "
+            "models were trained so; others need the tokenizer and the template of the same model.",
         )
+
+
+def _read_as_letters(tokenizer: Tokenizer, text: str) -> list[str]:
+    names = dict.fromkeys(CONTROL.findall(text))
+    return [name for name in names if len(tokenizer.encode_reply(name)) > 1]
 
 
 def _same_tokens(tokenizer: Tokenizer, opened: str) -> Iterator[Finding]:
     """Yields a problem if transformers tokenizes the rendered chat otherwise."""
     ours = list(tokenizer.encode([USER], chat_template=True))
     theirs = tokenizer.inner.apply_chat_template(
-        [USER], add_generation_prompt=True, tokenize=True, return_dict=False
+        tokenizer.template.forms.adapted([USER]),
+        add_generation_prompt=True,
+        tokenize=True,
+        return_dict=False,
     )
     if ours != list(theirs):
         yield problem(
@@ -370,8 +376,16 @@ def _stop_tokens(folder: Path, tokenizer: Tokenizer) -> Iterator[Finding]:
             )
         )
     if turn is not None and end is None:
+        letters = _read_as_letters(tokenizer, turn.rpartition(REPLIED)[2])
         found.append(
-            note("stop tokens", "The chat template writes no special token behind a response.")
+            problem(
+                "stop tokens",
+                f"The chat template ends a turn with {letters[0]}, which the tokenizer splits into letters: no completion "
+                "stops there.",
+                "Take the tokenizer and the template of the same model.",
+            )
+            if letters
+            else note("stop tokens", "The chat template writes no special token behind a response.")
         )
     yield from found
     if not any(each.state == "problem" for each in found):

@@ -8,8 +8,9 @@ import pytest
 
 from rftmega.run.model_check.findings import Finding
 from rftmega.run.model_check.text import of_text
-from tests.chat_formats import FORMATS, PLAIN, Format, folder
+from tests.chat_formats import FORMATS, MORE, PLAIN, Format, folder
 
+EVERY = {**FORMATS, **PLAIN, **MORE}
 CHATML = PLAIN["chatml"]
 REVERSED, SAME = "{% for m in messages | reverse %}", "{% for m in messages %}"
 TURNS = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -30,9 +31,9 @@ def with_template(path: Path, template: str) -> Path:
     return path
 
 
-@pytest.mark.parametrize("name", [*FORMATS, *PLAIN])
+@pytest.mark.parametrize("name", EVERY)
 def test_a_good_chat_format_has_no_problem(name: str, tmp_path: Path) -> None:
-    form = {**FORMATS, **PLAIN}[name]
+    form = EVERY[name]
     findings = found(folder(tmp_path, form))
     checks = {each.check for each in findings}
     left_out = ["system: The template silently leaves system messages out."]
@@ -47,7 +48,7 @@ def test_a_good_chat_format_has_no_problem(name: str, tmp_path: Path) -> None:
         (TURNS.replace("messages %}", "messages[-1:] %}") + OPEN, "turns: The template leaves the first question of two"),
         (TURNS.replace("{{ m.content }}", "{{ m.content if m.role != 'assistant' }}") + OPEN, "leaves the response of two turns"),
         (TURNS.replace("messages %}", "messages if m.role != 'system' %}") + OPEN, "system: The template silently leaves"),
-        (TURNS.replace("im_start", "im_begin") + OPEN, "It writes <|im_begin|>, which the tokenizer does not know"),
+        (TURNS.replace("im_end", "im_stop") + OPEN, "stop tokens: The chat template ends a turn with <|im_stop|>, which"),
         ("{{ raise_exception('only on Sundays') }}", "chat template: It can't render one user message: only on Sundays."),
         ("{% for m in %}", "chat template: It can't render one user message: Expected an expression"),
         ("{{ messages | length }}", "chat template: It can't render one user message: the chat template renders nothing"),
@@ -66,6 +67,7 @@ def test_a_template_with_a_defect_is_named_with_the_remedy(
 @pytest.mark.parametrize(
     ("template", "said"),
     [
+        (TURNS.replace("im_start", "im_begin") + OPEN, "It writes <|im_begin|>, which the tokenizer does not know"),
         (TURNS, "chat template: add_generation_prompt has no effect"),
         (TURNS.replace("{{ m.role }}", "{{ m.role }} {{ messages | length }}") + OPEN, "turns: A response does not follow"),
         (TURNS.replace("<|im_end|>", "") + OPEN, "stop tokens: The chat template writes no special token behind a response"),
