@@ -388,8 +388,9 @@ def with_windows(
         window = None
     elif window == 0:
         raise CheckpointError("sliding_window=0: a window of no tokens. null is none.")
-    default = [SLIDING if window and listed(layer) else FULL for layer in range(model.layers)]
-    kinds = config.get("layer_types", default)
+    kinds = config.get("layer_types")
+    if kinds is None:  # only then may the other fields be what `listed` reads
+        kinds = [SLIDING if window and listed(layer) else FULL for layer in range(model.layers)]
     if unknown := set(kinds) - {FULL, SLIDING}:
         raise CheckpointError(
             f"layer_types has {sorted(unknown)[0]!r}; {FULL} and {SLIDING} are supported."

@@ -19,6 +19,7 @@ COMMANDS = {
     "train": "train, here or in so many processes",
     "demo": "a small Qwen3 learns to add, on a CPU: data, a warm start, GRPO on 4 processes",
     "init": "write the YAML file of a first run: the quickest layout of your model that fits",
+    "check": "check a model's folder on a CPU: template, stop tokens, logits, packing, export",
     "plan": "what a run takes: bytes by phase, seconds, the nearest layout that fits",
     "plan-sync": "what a push of the weights must move",
     "convert": "Hugging Face folder <-> Megatron's distributed checkpoint, and checksums",

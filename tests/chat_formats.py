@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from rftmega.data.tokenizer import Chat
@@ -58,6 +58,7 @@ class Format:
     final: str = "4<|im_end|>"  # an answer to the tool's reply 4
     tool_delta: str = ""  # what stands between the call and what the model says to the reply
     library: str = "template"  # which renderer is taken
+    bos: str = ""  # that the tokenizer puts before plain text; "": none
 
 
 HERMES_CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
@@ -171,6 +172,35 @@ PLAIN = {
     ),
     "counts": Format(template("counts"), IM, ("<|im_end|>",)),
 }
+MORE = {  # formats of which only the rendering is compared
+    "gemma": Format(
+        template("gemma"),
+        ("<bos>", "<start_of_turn>", "<end_of_turn>"),
+        ("<end_of_turn>",),
+        bos="<bos>",
+    ),
+    "llama 2": Format(template("llama2"), ("<s>", "</s>"), ("</s>",), bos="<s>"),
+    "phi-4": Format(template("phi4"), (*IM, "<|im_sep|>"), ("<|im_end|>",)),
+    "zephyr": Format(template("zephyr"), ("<s>", "</s>"), ("</s>",), bos="<s>"),
+    "granite": Format(
+        template("granite"),
+        ("<|start_of_role|>", "<|end_of_role|>", "<|end_of_text|>", "<|tool_call|>"),
+        ("<|end_of_text|>",),
+    ),
+    "command": Format(
+        template("command"),
+        (
+            *("<BOS_TOKEN>", "<|START_OF_TURN_TOKEN|>", "<|END_OF_TURN_TOKEN|>", "<|USER_TOKEN|>"),
+            *("<|SYSTEM_TOKEN|>", "<|CHATBOT_TOKEN|>"),
+        ),
+        ("<|END_OF_TURN_TOKEN|>",),
+        bos="<BOS_TOKEN>",
+    ),
+    "parts": Format(
+        template("parts"), (*IM, "<end_of_utterance>", "<image>"), ("<end_of_utterance>",)
+    ),
+    "thinks": Format(template("thinks"), (*IM, *THINK_WORDS), ("<|im_end|>",)),
+}
 
 
 def folder(path: Path, form: Format) -> Path:
@@ -182,7 +212,13 @@ def folder(path: Path, form: Format) -> Path:
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     inner.decoder = decoders.ByteLevel()
     inner.add_special_tokens([AddedToken(each, normalized=False) for each in form.special])
-    fast = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token=form.ends[0])
+    names = {"eos_token": form.ends[0]} | ({"bos_token": form.bos} if form.bos else {})
+    if form.bos:
+        number = inner.token_to_id(form.bos)
+        inner.post_processor = processors.TemplateProcessing(
+            single=f"{form.bos} $A", special_tokens=[(form.bos, number)]
+        )
+    fast = PreTrainedTokenizerFast(tokenizer_object=inner, **names)
     fast.chat_template = form.template
     fast.save_pretrained(path)
     ends: list[Any] = [fast.convert_tokens_to_ids(each) for each in form.ends]

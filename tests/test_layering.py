@@ -55,7 +55,7 @@ ONLY_IN = {  # outside package -> the folders that may name it
     "run monitoring/performance lightrft rlinf",
     "torchao": "backends/optimizers",
     "vllm": "rollout/engines rollout/servers weights/receivers",
-    "transformers": "data models backends/decoder backends/fsdp model_providers rollout/engines run/conversion",
+    "transformers": "data models backends/decoder backends/fsdp model_providers rollout/engines run/conversion run/model_check",
     "pyarrow": "data/records",
     "datasets": "data/records",
     "renderers": "data/chat",

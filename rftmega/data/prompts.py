@@ -10,6 +10,7 @@ from typing import Any
 
 from rftmega.config import DataConfig
 from rftmega.core.errors import DataError
+from rftmega.core.json_files import NotJSON, parse_json
 from rftmega.core.types import Prompt
 from rftmega.data.chat.media_parts import media_moved
 from rftmega.data.encoder import Encoder, check_continued
@@ -79,6 +80,7 @@ def _parse(
     config = encoder.config
     label = required(record, config.label_key, "data.label_key") if config.label_key else ""
     label = _as_json(label) if _is_tests(label) else label
+    label = _with_function(label, record)
     if isinstance(label, bool) or not isinstance(label, str | int | float):
         raise DataError(
             f'"{config.label_key}" must be a string or a number, not {type(label).__name__}.'
@@ -132,6 +134,33 @@ def _is_tests(label: Any) -> bool:
     if isinstance(label, list):
         return bool(label) and all(isinstance(each, dict) and "input" in each for each in label)
     return isinstance(label, dict) and not label.keys().isdisjoint(TESTS)
+
+
+def _with_function(label: Any, record: Record) -> Any:
+    """Returns a label that is JSON text of tests with the name of the function that they call, if
+    only the record's `metadata` names it (LiveCodeBench); any other label unchanged.
+    """
+    known = _parsed(record.get("metadata"))
+    name = known.get("func_name") if isinstance(known, dict) else None
+    tests = _parsed(label) if name and isinstance(label, str) else None
+    if not isinstance(tests, list) or not _is_tests(tests):
+        return label
+    return _as_json([_named(test, name) for test in tests])
+
+
+def _named(test: dict[str, Any], name: str) -> dict[str, Any]:
+    calls = test.get("testtype") == "functional"
+    return {"fn_name": name, **test} if calls and not test.get("metadata") else test
+
+
+def _parsed(value: Any) -> Any:
+    """Returns the value of a JSON text; None if it is no JSON; any other value unchanged."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return parse_json(value)
+    except NotJSON:
+        return None
 
 
 def _as_json(record: Any) -> str:

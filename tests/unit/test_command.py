@@ -117,7 +117,7 @@ def test_a_typo_is_told_what_was_meant(
     assert asked("trian", patch=monkeypatch) == 2
     assert "Did you mean train?" in capsys.readouterr().err
     assert asked("fly", patch=monkeypatch) == 2
-    assert "Commands: train, demo, init, plan" in capsys.readouterr().err
+    assert "Commands: train, demo, init, check, plan" in capsys.readouterr().err
 
 
 def test_a_missing_package_is_told_with_the_lines_that_bring_it(

@@ -1,0 +1,1 @@
+"""Checks a model folder before a run: config, weights, tokenizer, chat template, log-probs, export."""

@@ -1,0 +1,140 @@
+"""The reference: logits that transformers computes with a folder, one row at a time."""
+
+import contextlib
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rftmega.backends.decoder.describe import SEEING, unknown_to_transformers
+from rftmega.core.json_files import read_json_object
+from rftmega.run.model_check.findings import Finding, note, ok, problem
+
+SAID = (
+    "The capital of France is Paris, and the capital of Italy is Rome. Water freezes at zero degrees, "
+    "and a week has seven days."
+)
+UNIFORM = 0.5  # nats by which text must be likelier than if all tokens were equally likely
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Hides messages and progress bars of transformers within a `with` block."""
+    from transformers.utils import logging as of_transformers
+
+    before = of_transformers.get_verbosity()
+    of_transformers.set_verbosity_error()
+    of_transformers.disable_progress_bar()
+    try:
+        yield
+    finally:
+        of_transformers.set_verbosity(before)
+        of_transformers.enable_progress_bar()
+
+
+def class_of(folder: Path) -> Any:
+    """Returns transformers' class that builds the folder's model, or None if it has none."""
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+    )
+
+    kind = read_json_object(folder / "config.json").get("model_type")
+    if kind not in CONFIG_MAPPING or unknown_to_transformers(folder):
+        return None
+    if kind in SEEING or (
+        kind in MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
+        and kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    ):
+        return AutoModelForImageTextToText
+    return AutoModelForCausalLM
+
+
+def loaded(folder: Path) -> tuple[Any, dict[str, Any]]:
+    """Returns transformers' model of a folder in float32, and its report of the load."""
+    kind = class_of(folder)
+    model, told = kind.from_pretrained(
+        folder,
+        dtype=torch.float32,
+        attn_implementation="eager",
+        output_loading_info=True,
+        trust_remote_code=False,
+    )
+    return model.eval(), told
+
+
+@torch.no_grad()
+def logits_of(model: Any, row: Tensor) -> Tensor:
+    """Returns the logits [T, V] of a row of token ids [T]."""
+    found: Tensor = model(input_ids=row[None], use_cache=False).logits[0].float()
+    return found
+
+
+def of_logits(logits: Sequence[Tensor], config: dict[str, Any]) -> Iterator[Finding]:
+    """Yields the findings about the logits of random rows. `config`: config.json, flattened."""
+    largest = max(float(each.abs().max()) for each in logits)
+    if not math.isfinite(largest):
+        yield problem(
+            "logits",
+            "transformers computes NaN or infinite logits with these weights.",
+            "Download the weights again, or take an earlier export.",
+        )
+        return
+    spread = float(torch.cat([each.std(-1) for each in logits]).mean())
+    said = f"finite, at most {largest:.3g} in size, standard deviation {spread:.3g} over the vocabulary"
+    if spread < 1e-6:
+        yield problem(
+            "logits",
+            "All tokens are equally likely: the output head or the last norm is zero.",
+            "Download the weights again.",
+        )
+        return
+    cap = config.get("final_logit_softcapping")
+    if isinstance(cap, int | float) and cap and largest > cap * 1.001:
+        yield problem(
+            "logits",
+            f"final_logit_softcapping={cap}, and transformers computes logits up to {largest:.3g}: they are not capped.",
+            "Update transformers, or remove the field if the model was trained without it.",
+        )
+        return
+    yield ok("logits", said)
+
+
+def of_prediction(model: Any, tokenizer: Any) -> Finding:
+    """Returns a finding about the probability of English text under the whole model."""
+    ids = torch.tensor(tokenizer.encode(SAID, chat_template=False))
+    logits = logits_of(model, ids)[:-1]
+    found = float(logits.log_softmax(-1).gather(-1, ids[1:, None]).mean())
+    uniform = -math.log(logits.shape[-1])
+    said = f"English text has a mean log-prob of {found:.2f} per token; all tokens alike would have {uniform:.2f}"
+    if found < uniform + UNIFORM:
+        return note(
+            "prediction",
+            f"{said}. The weights predict nothing: are they random, or of another tokenizer?",
+        )
+    return ok("prediction", said)
+
+
+@torch.no_grad()
+def of_generation(model: Any, tokenizer: Any, most: int) -> Finding:
+    """Returns a finding about one greedy completion of at most `most` tokens."""
+    chat = bool(tokenizer.inner.chat_template)
+    prompt = tokenizer.encode("What is 2+3?", chat_template=chat)
+    given = torch.tensor(prompt)[None]
+    found = model.generate(
+        given,
+        attention_mask=torch.ones_like(given),
+        max_new_tokens=most,
+        do_sample=False,
+        eos_token_id=list(tokenizer.stop_ids),
+        pad_token_id=tokenizer.stop_ids[0],
+    )[0, given.shape[1] :].tolist()
+    text = tokenizer.decode(found)
+    begin = repr(text if len(text) < 60 else text[:60] + "...")
+    if found and found[-1] in tokenizer.stop_ids:
+        return ok("generation", f"stops after {len(found)} tokens: {begin}")
+    return note("generation", f"no stop token within {most} tokens: {begin}")
