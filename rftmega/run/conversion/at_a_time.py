@@ -7,6 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import TypeVar
 
+from rftmega.runtime.device import heap
+
 SPARE = 128 * 2**20  # bytes
 M_TRIM_THRESHOLD, M_MMAP_MAX, M_ARENA_MAX = -1, -4, -8  # malloc.h
 Item = TypeVar("Item")
@@ -24,10 +26,10 @@ class Room:
     def __init__(self, limit: int):
         self.left = self.limit = limit  # bytes
         self._changed = threading.Condition()
-        self._libc = ctypes.CDLL(None)
-        if hasattr(self._libc, "mallopt"):  # glibc
+        libc = ctypes.CDLL(None)
+        if hasattr(libc, "mallopt"):  # glibc
             for option, value in ((M_MMAP_MAX, 0), (M_TRIM_THRESHOLD, 2**31 - 1), (M_ARENA_MAX, 1)):
-                self._libc.mallopt(option, value)
+                libc.mallopt(option, value)
 
     @contextmanager
     def of(self, size: int) -> Iterator[None]:
@@ -44,8 +46,8 @@ class Room:
                 self._changed.notify_all()
 
     def _trim(self, size: int) -> None:
-        if size > SPARE and hasattr(self._libc, "malloc_trim"):
-            self._libc.malloc_trim(0)
+        if size > SPARE:
+            heap.trim()
 
 
 def side_by_side(work: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result]:

@@ -11,6 +11,7 @@ from rftmega.run.planning.memory import resident
 from rftmega.run.planning.models import GRADIENTS, POLICY, models_of
 from rftmega.run.planning.push_buffers import push_buffers
 from rftmega.runtime import device
+from rftmega.runtime.device import heap
 from rftmega.runtime.device.residency import Residency
 from rftmega.runtime.parallel.layout import place_of
 from rftmega.runtime.parallel.process_group import World
@@ -58,8 +59,8 @@ class Memory:
         device.current().forget_peak()
 
     def end(self, **more: int) -> None:
-        """Measures the memory at the end of the phase that `begin` has named; has no effect if none
-        has begun.
+        """Measures the memory at the end of the phase that `begin` has named, then returns freed
+        memory of the heap to the system; has no effect if no phase has begun.
 
         `more`: kind -> bytes of memory that the models do not count, such as push_buffers.
         """
@@ -78,6 +79,7 @@ class Memory:
         for name, size in device.current().memory().items():
             self._keep(name, size)
         self._phase = None
+        heap.trim()
 
     def take(self) -> Metrics:
         """Returns the metrics measured since the last call."""
