@@ -142,7 +142,9 @@ def _with_function(label: Any, record: Record) -> Any:
     """
     known = _parsed(record.get("metadata"))
     name = known.get("func_name") if isinstance(known, dict) else None
-    tests = _parsed(label) if name and isinstance(label, str) else None
+    if not isinstance(name, str) or not isinstance(label, str):
+        return label
+    tests = _parsed(label)
     if not isinstance(tests, list) or not _is_tests(tests):
         return label
     return _as_json([_named(test, name) for test in tests])

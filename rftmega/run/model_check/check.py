@@ -75,7 +75,7 @@ class ModelCheck:
         """Yields the findings for which the model is built."""
         config = read_json_object(self.folder / "config.json")
         files = open_quantised(self.folder, config)
-        layers = truncated.layers_in(config)
+        layers = truncated.layers_in(config, files.names)
         kinds = truncated.kinds_of_layers(files, _with_defaults(self.folder, config), layers)
         free = CPU().room()
         self.kept = self._chosen(files, layers, truncated.fewest_layers(kinds), free)
@@ -99,7 +99,8 @@ class ModelCheck:
         refused = {**read.refusals, **weights.usable(folder, read)}
         for name in found.descriptions:
             if why := refused[name]:
-                yield from (_of(name, skipped(each, why)) for each in STAGES)
+                copied = "" if folder == self.folder else f"the copy of {self.kept} layers: "
+                yield from (_of(name, skipped(each, copied + why)) for each in STAGES)
                 continue
             log.info("backend=%s ...", name)
             place = scratch / name

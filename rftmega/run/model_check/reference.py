@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rftmega.backends.decoder.describe import SEEING, unknown_to_transformers
+from rftmega.backends.decoder.describe import SEEING
 from rftmega.core.json_files import read_json_object
 from rftmega.run.model_check.findings import Finding, note, ok, problem
 
@@ -37,21 +37,21 @@ def quiet() -> Iterator[None]:
 
 def class_of(folder: Path) -> Any:
     """Returns transformers' class that builds the folder's model, or None if it has none."""
-    from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForImageTextToText
-    from transformers.models.auto.modeling_auto import (
-        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-        MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+    from transformers import (
+        CONFIG_MAPPING,
+        AutoModelForCausalLM,
+        AutoModelForImageTextToText,
+        AutoModelForMultimodalLM,
     )
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     kind = read_json_object(folder / "config.json").get("model_type")
-    if kind not in CONFIG_MAPPING or unknown_to_transformers(folder):
+    if kind not in CONFIG_MAPPING:
         return None
-    if kind in SEEING or (
-        kind in MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
-        and kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-    ):
+    if kind in SEEING:
         return AutoModelForImageTextToText
-    return AutoModelForCausalLM
+    text = kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    return AutoModelForCausalLM if text else AutoModelForMultimodalLM
 
 
 def loaded(folder: Path) -> tuple[Any, dict[str, Any]]:

@@ -3,14 +3,13 @@
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from rftmega.converters.block_scales import FIELD
-from rftmega.core.errors import CheckpointError
 from rftmega.core.json_files import read_json_object
 from rftmega.models.hf.hf_folder import (
     HFFolder,
@@ -34,10 +33,9 @@ FEWEST = 2
 FILE_BYTES = 2 * 2**30
 
 
-def layers_in(config: Mapping[str, Any]) -> int:
-    """Returns the number of decoder layers that config.json says.
-
-    Raises CheckpointError if no field of a known name does.
+def layers_in(config: Mapping[str, Any], names: Iterable[str]) -> int:
+    """Returns the number of decoder layers that config.json says; if it says none, the number of
+    layers that the tensors `names` are of.
     """
     text = config.get("text_config")
     for fields in (text if isinstance(text, dict) else {}, config):
@@ -45,9 +43,7 @@ def layers_in(config: Mapping[str, Any]) -> int:
             value = fields.get(name)
             if isinstance(value, int) and not isinstance(value, bool) and value > 0:
                 return value
-    raise CheckpointError(
-        f"config.json names no number of layers ({', '.join(COUNTS)}), so no layers can be taken out."
-    )
+    return max((layer_of(name) or 0 for name in names), default=0) + 1
 
 
 def shortened(config: Mapping[str, Any], layers: int, kept: int) -> dict[str, Any]:

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from rftmega.core.errors import CheckpointError
 from rftmega.model_providers.description import describe
 from rftmega.model_providers.hf_config import read_hf_config
 from rftmega.models.hf.hf_folder import HFFolder
@@ -29,7 +28,7 @@ def test_a_config_is_shortened_in_every_field_with_an_entry_for_each_layer() -> 
         "per_layer_config": {"1": {}},
     }  # fmt: skip
     nested = {"text_config": {"num_hidden_layers": 6}, "num_hidden_layers": 9}
-    assert truncated.layers_in(nested) == 6
+    assert truncated.layers_in(nested, ()) == 6
     assert truncated.shortened(nested, 6, 2)["text_config"] == {"num_hidden_layers": 2}
 
 
@@ -87,6 +86,6 @@ def test_the_copy_is_a_model_of_so_many_layers_with_the_same_tensors(
     assert gone == {*range(fewest, 5 if variant == "deepseek-v3" else 4)}
 
 
-def test_a_config_without_a_number_of_layers_is_named() -> None:
-    with pytest.raises(CheckpointError, match="names no number of layers"):
-        truncated.layers_in({"num_hidden_layers": True})
+def test_the_number_of_layers_is_that_of_the_tensors_if_config_json_says_none() -> None:
+    names = ["model.layers.0.x.weight", "model.layers.6.x.weight", "model.visual.blocks.9.x"]
+    assert truncated.layers_in({"num_hidden_layers": True}, names) == 7
