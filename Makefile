@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 HARDWARE := $(if $(shell command -v nvidia-smi 2>/dev/null),cuda,cpu)
 READY := $(VENV)/.ready-$(HARDWARE)
 
-.PHONY: demo demo-vl demo-al demo-tools test check site ranks gpu gpu-bench invariance chaos mutations bench learning slurm clean
+.PHONY: demo demo-real demo-vl demo-al demo-tools test check site ranks gpu gpu-bench invariance chaos mutations bench learning slurm clean
 
 TORCHVISION := $(wildcard requirements/torchvision_cpu/*.p*)
 
@@ -25,6 +25,9 @@ endif
 
 demo: $(READY)  ## a small Qwen3 learns arithmetic on 4 processes (TP2 x PP2), one vLLM engine each
 	$(BIN)/python examples/arithmetic/demo.py $(ARGS)
+
+demo-real: $(READY)  ## a published model, SmolLM2-135M-Instruct, learns to add, on 2 processes; ARGS="--seed 1"
+	$(BIN)/python examples/smollm/demo.py $(ARGS)
 
 demo-vl: $(READY)  ## a small Qwen2.5-VL learns to count shapes in images, on 4 processes as well
 	$(BIN)/python examples/shapes/demo.py $(ARGS)

@@ -17,7 +17,7 @@ from rftmega.runtime.parallel import preemption
 
 COMMANDS = {
     "train": "train, here or in so many processes",
-    "demo": "a small Qwen3 learns to add, on a CPU: data, a warm start, GRPO on 4 processes",
+    "demo": "a small Qwen3 learns to add, on a CPU, with GRPO on 4 processes; --real: SmolLM2-135M learns it",
     "init": "write the YAML file of a first run: the quickest layout of your model that fits",
     "check": "check a model's folder on a CPU: template, stop tokens, logits, packing, export",
     "plan": "what a run takes: bytes by phase, seconds, the nearest layout that fits",
@@ -38,6 +38,7 @@ TOOLS = {
     "inspect": "inspect_checkpoint",
     "export-messages": "export_messages",
 }
+REAL = "--real"  # of `rftmega demo`
 REQUIREMENTS = Path(__file__).with_name("requirements")
 BASH = """_rftmega() {{
     local word="${{COMP_WORDS[COMP_CWORD]}}"
@@ -85,9 +86,11 @@ def _run(name: str, rest: Sequence[str]) -> int:
         api.prepare()
         return command_line.run("Trains a language model by reinforcement.")
     if name == "demo":
-        from rftmega.examples.arithmetic import demo
-
-        demo.main()
+        example = "arithmetic"
+        if REAL in rest:
+            sys.argv = [f"{sys.argv[0]} {REAL}", *(each for each in rest if each != REAL)]
+            example = "smollm"
+        import_module(f"rftmega.examples.{example}.demo").main()
         return 0
     if name == "completion":
         return _complete(rest)

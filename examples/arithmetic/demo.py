@@ -1,7 +1,8 @@
 """The whole loop on a laptop: data, a warm start, GRPO on 4 processes; the results are in runs/demo.
 
 Arguments are overrides of grpo.yaml, e.g. parallel.tensor=4 parallel.pipeline=1; --processes N
-changes the number of processes.
+changes the number of processes. `rftmega demo --real` is the demo of examples/smollm, with a published
+model.
 """
 
 import argparse

@@ -1,5 +1,6 @@
-"""Writes sums of two numbers of one or two digits, from the task library reasoning-gym, as chat
-prompts: train.jsonl, and eval.jsonl with 200 other tasks.
+"""Writes sums of two numbers of one or two digits, from the task library reasoning-gym: train.jsonl,
+and eval.jsonl with 200 other tasks. A record has the library's question as chat messages, the sum
+alone ("5 - 9 =") and the answer.
 
 python make_data.py FOLDER
 """
@@ -29,6 +30,7 @@ def records() -> list[dict]:
             "messages": [
                 {"role": "user", "content": f"{task['question']} Answer with just the number."}
             ],
+            "sum": task["metadata"]["expression"] + " =",
             "answer": str(task["answer"]),
         }
         for task in tasks

@@ -9,6 +9,7 @@ the file, with the packages gguf and accelerate.
 import argparse
 import importlib
 import importlib.util
+import json
 import sys
 import tempfile
 from pathlib import Path
@@ -52,7 +53,15 @@ def make(target: Path, file: Path, dtype: str) -> Path:
     model.hf_quantizer = None
     model.save_pretrained(target)
     tokenizer.save_pretrained(target)
+    _forget_origin(target / "config.json")
     return target
+
+
+def _forget_origin(config: Path) -> None:
+    """Removes the name inside the GGUF file from a config.json: no field that a model class knows."""
+    fields = json.loads(config.read_text())
+    fields.pop("_model_name_or_path", None)
+    config.write_text(json.dumps(fields, indent=2) + "\n")
 
 
 def main() -> None:

