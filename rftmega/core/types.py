@@ -498,7 +498,8 @@ class Experience(Generic[Column]):
     lengths: Tensor  # [B]
     mask: Column  # True where the target is a token to train on
     behaviour_logp: Column  # under the engine that sampled it
-    # under the trainer, before this rollout's first update; None until its forward pass
+    # under the trainer, before this rollout's first update; None until its forward pass. The
+    # update's own forward pass computes it for the mask's tokens only, and gives 0 for others
     old_logp: Column | None
     reference_logp: Column | None  # under the reference policy; None without KL
     advantage: Column

@@ -31,6 +31,7 @@ def feed(
     packed: bool,
     where: torch.device,
     images: ImageTensors | None = None,
+    needed: Tensor | None = None,
 ) -> Feed:
     """Builds decoder inputs on device `where` from tokens [B, T + 1] on the host, with `lengths`
     real tokens per row; a row's last token is only a target.
@@ -38,7 +39,8 @@ def feed(
     `packed`: rows are concatenated, and attention gets their boundaries (`Edges`). Otherwise rows
     are padded: filler is at their ends, which the earlier tokens of a causal decoder never attend
     to, so no mask is needed. A batch without targets becomes one filler token. `images`: image
-    inputs of a vision-language model, which requires packed rows; they are never empty.
+    inputs of a vision-language model, which requires packed rows; they are never empty. `needed`
+    [B, T] on the host: the targets to compute; None: all.
     """
     rows, columns = tokens.shape[0], tokens.shape[1] - 1
     real = torch.arange(columns) < lengths[:, None] - 1
@@ -69,8 +71,22 @@ def feed(
             "position_ids": _sent(positions, where),
         }
         places = grid.flatten().nonzero()[:, 0]
+    if needed is not None:
+        places, targets, slots = _only(needed, places, targets, slots)
     places, targets, slots = (_sent(index, where) for index in (places, targets, slots))
     return Feed(arguments, places, targets, slots, rows, columns)
+
+
+def _only(
+    needed: Tensor, places: Tensor, targets: Tensor, slots: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns places, targets and slots of the targets that are True in `needed` [B, T]; without any,
+    those of the first target, as filler.
+    """
+    marks = torch.cat([needed.reshape(-1), needed.new_zeros(1)])[slots]
+    if bool(marks.any()):
+        return places[marks], targets[marks], slots[marks]
+    return places[:1], targets[:1], torch.full_like(slots[:1], needed.numel())
 
 
 def _sent(value: Tensor, where: torch.device) -> Tensor:

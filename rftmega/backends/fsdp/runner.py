@@ -67,6 +67,7 @@ class FSDPRunner(ModelRunner):
             packed=self.manager.unpacked is None,
             where=self.manager.where,
             images=self._images(rows),
+            needed=batch.needed,
         )
         outputs = self.manager.network(fed.arguments, fed.places, fed.targets, batch.temperature)
         return self.stats(*[_in_rows(output, fed) for output in outputs])

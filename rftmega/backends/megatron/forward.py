@@ -130,18 +130,33 @@ class Packing:
         slots = self.whole if whole else self.slots_on_host
         return flat[slots].to(self.slots.device, non_blocking=True)
 
-    def put(self, values: Tensor) -> Tensor:
+    def selected(self, needed: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns (indices [n] of this process's slots whose tokens are True in `needed` [rows,
+        columns] on the host, their index in the grid [n]), on the model's device.
+
+        Without any, they are the first slot and the place of filler: the LM head takes part in
+        collectives, and its gradient must be there.
+        """
+        marks = torch.cat([needed.reshape(-1), needed.new_zeros(1)])
+        places = marks[self.slots_on_host].nonzero()[:, 0]
+        slots = self.slots_on_host[places]
+        if not len(places):
+            places, slots = places.new_zeros(1), slots.new_full((1,), self.rows * self.columns)
+        where = self.slots.device
+        return places.to(where, non_blocking=True), slots.to(where, non_blocking=True)
+
+    def put(self, values: Tensor, slots: Tensor | None = None) -> Tensor:
         """Unpacks `values` [N, ...] of this process's slots into [rows, columns, ...], with 0 where
-        there is no token; every context-parallel process gets the whole rows.
+        there is no token; every context-parallel process gets the whole rows. `slots`: index in the
+        grid of each value; None: values are of all slots.
 
         Differentiable. Since all context-parallel processes then compute the same loss, only one of
         them may count it.
         """
         size = self.rows * self.columns
         canvas = values.new_zeros(size + 1, *values.shape[1:])  # the last element takes the filler
-        grid = canvas.index_put((self.slots,), values)[:size].unflatten(
-            0, (self.rows, self.columns)
-        )
+        slots = self.slots if slots is None else slots
+        grid = canvas.index_put((slots,), values)[:size].unflatten(0, (self.rows, self.columns))
         return grid if self.context_group is None else _Everyones.apply(grid, self.context_group)
 
 
@@ -273,6 +288,7 @@ def custom_forward(
     padding_seqlen: int | None = None,
     images: ImageTensors | WaveformTensors | None = None,
     routes: RouteInputs | None = None,
+    needed: Tensor | None = None,
 ) -> Any:
     """Runs one pipeline chunk over the tokens of `input_ids` [B, S] that `attention_mask` [B, S]
     marks, which may be at any columns.
@@ -287,7 +303,8 @@ def custom_forward(
     fixed number. Tensors may be on the host. `position_ids`, if given, must count from 0 in every
     row. `images`: for a model with a vision or audio encoder; the rows then begin at column 0.
     `routes`: the experts that the tokens are sent to, in a chunk that `router_replay.install`
-    prepared.
+    prepared. `needed` [B, S] on the host: the tokens that a processor with `from_hidden` computes;
+    the results of all others are 0.
     Raises ValueError for more than `max_batch_seqlen` tokens, for other positions, and if the model
     was built with another `sequence_parallel`.
     """
@@ -332,15 +349,25 @@ def custom_forward(
         temperature = packing.take(temperature)
     temperature = temperature / vars(chunk)["logits_factor"]
     if isinstance(logits_processor, HiddenProcessor):
+        hidden = _for_output_layer(output, chunk, tensor_group)
+        pair = pair_of_head(chunk, output)
+        slots = None
+        if needed is not None:
+            places, slots = packing.selected(needed)
+            hidden = hidden.index_select(0, places)
+            pair = pair and (pair[0].index_select(0, places), pair[1])
+            arguments = {name: value[places] for name, value in arguments.items()}
+            if isinstance(temperature, Tensor):
+                temperature = temperature[places]
         processed = logits_processor.from_hidden(
-            _for_output_layer(output, chunk, tensor_group),
+            hidden,
             _output_weight(model, chunk),
             temperature=temperature,
             tensor_group=tensor_group,
-            pair=pair_of_head(chunk, output),
+            pair=pair,
             **arguments,
         )
-        return {name: packing.put(value) for name, value in processed.items()}
+        return {name: packing.put(value, slots) for name, value in processed.items()}
     logits = output[0] / (temperature[:, None] if isinstance(temperature, Tensor) else temperature)
     if logits_processor is None:
         return packing.put(logits)

@@ -102,6 +102,7 @@ class MegatronRunner(ModelRunner):
             max_batch_seqlen=None,  # the plan has its own cap
             images=self._images(rows, model),
             routes=self._routes(batch),
+            needed=batch.needed,
         )
         finish = partial(self._stats if batch.loss_fn is None else self._loss, batch, output)
         # the schedule expects a tensor; `finish` has all of them

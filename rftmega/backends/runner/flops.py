@@ -17,15 +17,24 @@ BACKWARD = 2  # times the forward pass: gradients of the inputs and of the weigh
 OF_FROZEN = 1  # the same if the weights are frozen, and adapters are trained
 
 
-def forward_flops(model: ModelDescription, rows: Iterable[int], *, value_head: bool = False) -> int:
+def forward_flops(
+    model: ModelDescription,
+    rows: Iterable[int],
+    *,
+    value_head: bool = False,
+    predicted: int | None = None,
+) -> int:
     """Returns the FLOPs of one forward pass over all rows (token sequences); `rows` lists the
     number of tokens of each row.
 
-    `value_head`: the model computes one value per token instead of logits.
+    `value_head`: the model computes one value per token instead of logits. `predicted`: number of
+    tokens for which the head is computed; None: all.
     """
     rows = list(rows)
+    tokens = sum(rows)
     head = model.hidden * (1 if value_head else model.vocabulary)
-    return 2 * (layer_weights(model) + head) * sum(rows) + sum(_attention(model, n) for n in rows)
+    heads = head * (tokens if predicted is None else predicted)
+    return 2 * (layer_weights(model) * tokens + heads) + sum(_attention(model, n) for n in rows)
 
 
 def layer_weights(model: ModelDescription) -> int:

@@ -110,6 +110,8 @@ class MicroBatch:
     loss_fn: LossFn | None = None
     # collects the experts that this process's layers choose; None: not recorded
     chosen: list[ChosenExperts] | None = None
+    # [B, T] bool on the host: targets whose statistics are read; those of others are 0. None: all
+    needed: Tensor | None = None
 
 
 class ModelRunner:
@@ -268,12 +270,18 @@ class ModelRunner:
         learning_rate = self.stepped.learning_rate
         self.stepped.train(True)
         self.stepped.zero_grad()
-        indices = self._micro_batches(experience, group_size, passes=1 + self.backward)
-        batches = self._to_learn(experience, indices, loss_fn, self.temperature)
+        # whoever gets the statistics reads those of truncated rows, too, which are not trained on
+        whole = self.gives_values or (scored is not None and self.cfg.algorithm.drop_truncated)
+        indices = self._micro_batches(
+            experience, group_size, passes=1 + self.backward, masked=not whole
+        )
+        batches = self._to_learn(experience, indices, loss_fn, self.temperature, whole=whole)
         losses = [(loss_fn, experience)]
         if auxiliary is not None:
             second = beside(loss_fn, experience, auxiliary, self.stats)
-            beside_indices = self._micro_batches(auxiliary.experience, passes=1 + self.backward)
+            beside_indices = self._micro_batches(
+                auxiliary.experience, passes=1 + self.backward, masked=not self.gives_values
+            )
             batches += self._to_learn(auxiliary.experience, beside_indices, second, temperature=1.0)
             losses.append((second, auxiliary.experience))
         found = self._run(batches, forward_only=False)
@@ -302,12 +310,22 @@ class ModelRunner:
         indices: Sequence[Tensor],
         loss_fn: LossFn,
         temperature: float,
+        *,
+        whole: bool = False,
     ) -> list[MicroBatch]:
+        """Returns the micro-batches of a step. A loss reads the statistics of the mask's tokens
+        alone, so that the LM head is not computed for others (prompts), unless `whole`.
+        """
+        whole = whole or self.gives_values
         parts = [experience.select(index) for index in indices]
         bare = [replace(part, routes=None).padded() for part in parts]  # a loss reads no routes
         return [
             MicroBatch(
-                self._model_inputs(part.rows), temperature, seen.to(self.stepped.where), loss_fn
+                self._model_inputs(part.rows),
+                temperature,
+                seen.to(self.stepped.where),
+                loss_fn,
+                needed=None if whole else seen.mask,
             )
             for part, seen in zip(parts, bare, strict=True)
         ]
@@ -355,13 +373,19 @@ class ModelRunner:
             )
 
     def _micro_batches(
-        self, batch: Rows[Any] | Experience[Any], group_size: int = 1, *, passes: int
+        self,
+        batch: Rows[Any] | Experience[Any],
+        group_size: int = 1,
+        *,
+        passes: int,
+        masked: bool = False,
     ) -> list[Tensor]:
         """Returns the row indices of each of this process's micro-batches of `batch`, and records
         their cost over all processes.
 
         Each group of `group_size` consecutive rows stays in one micro-batch. `passes`: the cost of
-        the computation in forward passes, such as 3 with a backward pass.
+        the computation in forward passes, such as 3 with a backward pass. `masked`: the LM head is
+        computed for the tokens of the mask only.
         """
         lengths, images = batch.lengths, batch.images
         plan = plan_micro_batches(
@@ -380,21 +404,33 @@ class ModelRunner:
         self._count(
             [[[int(lengths[row]) - 1 for row in rows] for rows in batches] for batches in plan],
             passes,
+            int(batch.mask.sums().sum() if isinstance(batch.mask, Ragged) else batch.mask.sum())
+            if masked
+            else None,
         )
         if images is not None:
             self._count_images([images.select(rows) for own in plan for rows in own], passes)
         return [torch.tensor(rows, dtype=torch.int64) for rows in plan[self.ranks.data_rank]]
 
-    def _count(self, fed: Sequence[Sequence[Sequence[int]]], passes: int) -> None:
+    def _count(
+        self, fed: Sequence[Sequence[Sequence[int]]], passes: int, predicted: int | None = None
+    ) -> None:
         """Records the tokens, slots and FLOPs of all processes; `fed` lists the number of tokens of
-        each row by data-parallel rank and micro-batch, `passes` the cost in forward passes.
+        each row by data-parallel rank and micro-batch, `passes` the cost in forward passes,
+        `predicted` the tokens for which the LM head is computed (None: all).
         """
         rows = [tokens for batches in fed for batch in batches for tokens in batch]
         recorder.count("tokens", sum(rows))
         recorder.count("slots", sum(self._slots(batch) for batches in fed for batch in batches))
         recorder.count(
             "flops",
-            passes * forward_flops(self.stepped.description, rows, value_head=self.gives_values),
+            passes
+            * forward_flops(
+                self.stepped.description,
+                rows,
+                value_head=self.gives_values,
+                predicted=predicted,
+            ),
         )
 
     def _count_images(self, fed: Sequence[RowImages], passes: int) -> None:
