@@ -1,5 +1,7 @@
 """Reward shaping before advantages: overlong penalty, normalisation and clipping."""
 
+from collections.abc import Callable
+
 from torch import Tensor
 
 
@@ -54,7 +56,8 @@ class Shaping:
     """Shaping applies overlong penalty, running normalisation and clipping, in this order.
     `longest`: maximum response length in tokens; `buffer`: the last tokens of this length, over
     which the penalty grows to `factor`; `clip`: maximum absolute value of a reward. `buffer` 0,
-    `normalise` False or `clip` 0 turns the respective one off.
+    `normalise` False or `clip` 0 turns the respective one off. `weight_in` returns the weight of a
+    reward component for a task type (both names), for advantage estimators that read components.
     """
 
     def __init__(
@@ -65,10 +68,11 @@ class Shaping:
         factor: float = 1.0,
         normalise: bool = False,
         clip: float = 0.0,
+        weight_in: Callable[[str, str], float] = lambda kind, component: 1.0,
     ):
         self.longest, self.buffer, self.factor = longest, buffer, factor
         self.moments = RunningMoments() if normalise else None
-        self.clip = clip
+        self.clip, self.weight_in = clip, weight_in
 
     def __call__(self, reward: Tensor, length: Tensor) -> Tensor:
         """Returns the shaped rewards [B] of completions; `length` [B]: their numbers of tokens.

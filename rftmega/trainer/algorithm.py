@@ -121,7 +121,6 @@ class Algorithm:
             critic=critic,
             kl_weight=self.kl,
             shape=self.shaping(),
-            weight_in=self.config.reward.weight_in,
             host=host,
         )
 
@@ -139,6 +138,7 @@ class Algorithm:
             factor=chosen.overlong_penalty_factor,
             normalise=chosen.normalise,
             clip=chosen.clip,
+            weight_in=self.config.reward.weight_in,
         )
 
     def learner(

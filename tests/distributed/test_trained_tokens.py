@@ -16,7 +16,8 @@ from tests.ranks import run_ranks
 from tests.tiny_models import save_tiny
 
 P = ParallelConfig
-LENGTHS, PROMPTS = (30, 9, 12, 5, 16, 7), (24, 9, 3, 5, 15, 2)  # rows 1 and 3 have no response
+# rows 1 and 3 have no response; row 1 has a micro-batch of its own
+LENGTHS, PROMPTS = (30, 29, 12, 5, 16, 7), (24, 29, 3, 5, 15, 2)
 ROWS = [[(37 * i + 11 * b) % 131 for i in range(length)] for b, length in enumerate(LENGTHS)]
 
 

@@ -63,7 +63,11 @@ def test_the_version_is_that_of_the_package(
     [
         ("rollout", "  rollout.engine = 'vllm'", "rollout.deadline_seconds"),
         ("model.lora", "  model.lora.rank = 0", "model.lora.evaluated"),
-        ("algorithm.policy_loss", "  algorithm.policy_loss.type = clip", "{type: reinforce}"),
+        (
+            "algorithm.policy_loss",
+            "  algorithm.policy_loss.type = clip",
+            "algorithm.policy_loss.drift_coef",
+        ),
         ("trainer.steps", "  trainer.steps = 100", "trainer.steps"),
         ("critic", "  critic.path = ''", "critic.value_huber"),
     ],

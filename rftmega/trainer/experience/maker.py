@@ -2,7 +2,6 @@
 models, and advantages from the rewards.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -31,18 +30,14 @@ class ExperienceMaker:
         critic: ValueScorer | None = None,
         kl_weight: KLController | None = None,
         shape: Shaping | None = None,
-        weight_in: Callable[[str, str], float] | None = None,
         host: Host | None = None,
     ):
         """`chosen`: options that select the advantage estimator, whitening, the placement of the
         KL, and whether truncated completions are left out of the loss (they still count in their
         group); None: GRPO without a KL. `kl_weight`: the adaptive KL coefficient; None: the
         constant coefficient of `chosen`. `shape` changes the rewards from which advantages are
-        computed. `weight_in`: returns the weight of a reward component for a task type (both
-        names), for estimators with `needs_parts`; None: 1. `host`: stores the experience, one copy
-        per host.
+        computed. `host`: stores the experience, one copy per host.
         """
-        self.weight_in = weight_in or (lambda kind, component: 1.0)
         self.host = host or OneProcess()
         self.policy, self.critic = policy, critic
         self.chosen = chosen or AlgorithmConfig()
@@ -121,7 +116,7 @@ class ExperienceMaker:
         kinds = [samples.prompts[row].kind for row in first.tolist()]
         found = {}
         for name, score in samples.reward_parts.items():
-            weight = torch.tensor([self.weight_in(kind, name) for kind in kinds])
+            weight = torch.tensor([self.shape.weight_in(kind, name) for kind in kinds])
             if weight.any():
                 found[name] = RewardComponent(score[first], weight)
         return found

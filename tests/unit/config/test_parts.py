@@ -111,7 +111,7 @@ def test_values_of_a_part_are_checked_as_all_others(path: Path) -> None:
     ]
     found = violations(load(path, [*given, "algorithm.kl.estimator=k4"]), 1, data=False)
     assert found == [
-        "algorithm.kl.estimator=k4 is unknown. Choose one of: k1, k2, k3.",
+        "algorithm.kl.estimator=k4 is unknown. Choose one of: k1, k2, k3, unbiased.",
         "algorithm.policy_loss.low=1.0 must be below 1.",
         "algorithm.importance_sampling.cap=0.5 must be at least 1.",
     ]

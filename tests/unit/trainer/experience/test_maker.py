@@ -3,6 +3,7 @@ straight from the papers.
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,8 +12,8 @@ from torch import Tensor
 
 from rftmega.algorithms.kl import KLController
 from rftmega.algorithms.shaping import Shaping
-from rftmega.config import AlgorithmConfig, KLConfig, RunConfig
-from rftmega.config.options.algorithms import GAE, Returns
+from rftmega.config import AlgorithmConfig, KLConfig, RewardConfig, RunConfig
+from rftmega.config.options.algorithms import GAE, GDPO, Returns
 from rftmega.core.ragged import Ragged
 from rftmega.core.types import Prompt, Rows, Samples, TokenStats, TokenValues
 from rftmega.trainer.experience import ExperienceMaker
@@ -196,6 +197,38 @@ def test_the_overlong_penalty_counts_answers_without_their_prompts() -> None:
     for b, columns in completions():
         last = float(samples().reward[b]) + by_length[len(columns)]
         assert float(found.advantage[b, columns[-1]]) == pytest.approx(last)
+
+
+def test_gdpo_weighs_the_components_as_the_reward_of_each_task_type_does() -> None:
+    """exact_match has no weight, near counts in the task type b alone, and the environment's own
+    reward counts twice; so that the advantages are those of the components in these weights.
+    """
+    config = RunConfig(
+        algorithm=AlgorithmConfig(advantage=GDPO()),
+        reward=RewardConfig(
+            recipe={"a": {"math": 1.0}, "b": {"math": 1.0, "near": 3.0}}, environment={"bonus": 2.0}
+        ),
+    )
+    given = samples()
+    prompts = [replace(each, kind="aabb"[row]) for row, each in enumerate(given.prompts)]
+    parts = {
+        "exact_match": torch.tensor([1.0, 0.0, 0.0, 1.0]),
+        "math": torch.tensor([1.0, 0.0, 0.0, 1.0]),
+        "near": torch.tensor([torch.nan, torch.nan, 0.8, 0.3]),
+        "bonus": torch.tensor([0.1, 0.5, 0.2, 0.9]),
+        "math_undecided": torch.tensor([0.0, 1.0, 0.0, 1.0]),
+    }
+    from rftmega.trainer import Algorithm
+
+    maker = Algorithm(config).maker(Models())
+    found = maker.make(replace(given, prompts=prompts, reward_parts=parts)).padded()
+    half = 0.5**0.5  # of two that differ: the advantage is plus or minus this
+    sums = [half - 2 * half, 2 * half - half, 3 * half - half - 2 * half, 3 * half - 3 * half]
+    mean = sum(sums) / 4
+    deviation = (sum((x - mean) ** 2 for x in sums) / 4) ** 0.5
+    for b, columns in completions():
+        wanted = (sums[b] - mean) / deviation
+        assert float(found.advantage[b, columns[0]]) == pytest.approx(wanted, abs=1e-4)
 
 
 def test_truncated_answers_that_are_left_out_are_not_whitened_with_the_others() -> None:
