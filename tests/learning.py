@@ -88,7 +88,10 @@ SHAPES = Asked(rise=0.2, example="shapes", metric="eval_held_out_exact_match", a
 FOUR = Asked(processes=4, layout=(2, 2))
 CALCULATOR = replace(FOUR, rise=0.3, example="calculator")
 GUESS = replace(FOUR, rise=0.2, example="guess", metric="eval_found")
-FAMILY = ("grpo", "rloo", "reinforce_pp", "dapo", "gspo", "cispo", "cpgd", "ppo")
+FAMILY = (
+    *("grpo", "rloo", "reinforce_pp", "dapo", "gspo", "cispo", "cpgd", "ppo"),
+    *("sapo", "gmpo", "dppo", "prime_ipo", "maxrl", "pass_at_k", "gdpo", "icepop"),
+)
 RUNS = dict.fromkeys(FAMILY, Asked(rise=0.2)) | {
     "ttrl": Asked(rise=0.08),
     "sft": Asked(end=0.9, by_completions=True),

@@ -5,6 +5,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from rftmega.backends.decoder.per_layer import numbers_in
 from rftmega.converters import FAMILIES
 from rftmega.core.errors import CheckpointError
 from rftmega.core.json_files import read_json_object
@@ -171,7 +172,7 @@ def describe_any(config: Any, tower: VisionTower | None = None) -> TransformersM
         family=config.model_type,
         layers=text.num_hidden_layers,
         hidden=text.hidden_size,
-        ffn=getattr(text, "intermediate_size", None) or 0,
+        ffn=_said(text, "intermediate_size") or 0,
         heads=heads,
         groups=_said(text, "num_key_value_heads") or heads,
         head_dim=width,
@@ -201,9 +202,7 @@ def _said(text: Any, name: str) -> Any:
     try:
         return getattr(text, name, None)
     except Exception:  # transformers refuses to give one value for several
-        of_layers = getattr(text, "per_layer_config", None) or {}
-        values = of_layers.values() if isinstance(of_layers, dict) else of_layers
-        return max((getattr(each, name, 0) or 0 for each in values), default=0) or None
+        return max(numbers_in(text, name), default=None)
 
 
 def _experts(text: Any) -> Experts | None:
@@ -211,6 +210,6 @@ def _experts(text: Any) -> Experts | None:
     active = getattr(text, "num_experts_per_tok", None)
     if not number or not active:
         return None
-    ffn = getattr(text, "moe_intermediate_size", None) or text.intermediate_size
+    ffn = _said(text, "moe_intermediate_size") or _said(text, "intermediate_size") or 0
     every = frozenset(range(text.num_hidden_layers))
     return Experts(number=number, active=active, ffn=ffn, layers=every, normalised=True)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
+from rftmega.backends.decoder.per_layer import numbers_in
 from rftmega.converters.adapters import EMBEDDING_DOWN, EMBEDDING_UP
 from rftmega.core.errors import CheckpointError
 
@@ -107,11 +108,12 @@ def _refuse_uneven(model: "PreTrainedModel", styles: dict[str, str], size: int) 
     config = model.config.get_text_config()
     whole_heads = any(name.endswith(".k_proj") and styles[name] == COLUMN for name in styles)
     for field in ("num_attention_heads", "num_key_value_heads") if whole_heads else ():
-        if (heads := getattr(config, field, 0) or 0) % size:
-            raise CheckpointError(
-                f"parallel.tensor={size} does not divide the {heads} heads ({field}) of the model. Lower it, or take "
-                "backend=megatron."
-            )
+        for heads in numbers_in(config, field):
+            if heads % size:
+                raise CheckpointError(
+                    f"parallel.tensor={size} does not divide the {heads} heads ({field}) of the model. Lower it, or take "
+                    "backend=megatron."
+                )
     for name, parameter, style in _styled(model, styles):
         dim = _dimension(style, parameter.dim())
         if dim is None:

@@ -35,6 +35,7 @@ from rftmega.backends.fsdp.module import (
     with_head,
 )
 from rftmega.backends.fsdp.sharding import local, materialise, shard_parameters, sharded_modules
+from rftmega.backends.fsdp.support import make_experts_fit
 from rftmega.backends.fsdp.tensor_parallel import share_layers
 from rftmega.backends.fsdp.weight import Weight
 from rftmega.backends.runner.gradient_check import ActiveAdapters
@@ -104,6 +105,7 @@ class FSDPModelManager:
         self._partial: set[str] = set()
         if placement.tensor > 1:
             self._share_layers()
+        make_experts_fit(self.model, self.dtype, placement.tensor)
         if cfg.parallel.recompute == "full":
             allow_recomputation(self.model)
         if self.adapters is not None:
