@@ -44,7 +44,7 @@ NOT_WEIGHTS = r".*\.rotary_emb\.inv_freq"
 
 
 # fields of config.json: multi-token prediction (MTP) layers, which are not trained
-OF_PREDICTORS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
+OF_PREDICTORS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules")
 
 
 def has_table(hf_config: Mapping[str, Any]) -> bool:

@@ -26,6 +26,7 @@ from rftmega.backends.decoder.parameter_places import (
 )
 from rftmega.backends.decoder.tensor_plan import Split, partial_of, splits_of, styles_of
 from rftmega.backends.fsdp.adapters import ShardedAdapters, compare_copies
+from rftmega.backends.fsdp.expert_rows import make_experts_fit
 from rftmega.backends.fsdp.mesh import ShardingMesh
 from rftmega.backends.fsdp.module import (
     VALUE_BIAS,
@@ -35,7 +36,6 @@ from rftmega.backends.fsdp.module import (
     with_head,
 )
 from rftmega.backends.fsdp.sharding import local, materialise, shard_parameters, sharded_modules
-from rftmega.backends.fsdp.support import make_experts_fit
 from rftmega.backends.fsdp.tensor_parallel import share_layers
 from rftmega.backends.fsdp.weight import Weight
 from rftmega.backends.runner.gradient_check import ActiveAdapters

@@ -17,8 +17,6 @@ from rftmega.backends.fsdp.packed_attention import ATTENTION, EDGES, Edges, Unpa
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 PROBE = [0, 3, 5]  # edges of the probe rows
-FUSED = 3  # dimensions of a parameter that has a matrix of each expert
-ALIGNED = 16  # bytes
 
 
 def refusal_to_pack(model: PreTrainedModel) -> str | None:
@@ -95,16 +93,3 @@ def _run_on_meta(model: PreTrainedModel, attention: Callable[..., Any]) -> None:
     finally:
         ALL_ATTENTION_FUNCTIONS.register(ATTENTION, kept)
         model.set_experts_implementation(experts)
-
-
-def make_experts_fit(model: PreTrainedModel, dtype: torch.dtype, tensor: int) -> None:
-    """Makes transformers compute one expert at a time if its grouped matmul can't take the experts:
-    their rows must have a multiple of 16 bytes. `tensor`: processes that share each matrix.
-    """
-    for name, parameter in model.named_parameters():
-        if parameter.dim() != FUSED or ".experts." not in name:
-            continue
-        sizes = {size // parts for size in parameter.shape[1:] for parts in (1, tensor)}
-        if any(size * dtype.itemsize % ALIGNED for size in sizes):
-            model.set_experts_implementation("eager")
-            return

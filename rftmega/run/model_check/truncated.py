@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
+from rftmega.converters import OF_PREDICTORS
 from rftmega.converters.block_scales import FIELD
 from rftmega.core.json_files import read_json_object
 from rftmega.models.hf.hf_folder import (
@@ -23,7 +24,6 @@ from rftmega.models.hf.quantised_folder import is_quantised, open_quantised
 
 # number of layers, as configs name it
 COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "num_blocks")
-PREDICTORS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules")
 LAYER = re.compile(r"(?:^|\.)(?:layers|layer|h|blocks|block)\.(\d+)\.")
 # parts beside the decoder, whose layers all stay
 TOWERS = re.compile(r"(?:^|\.)(?:visual|vision_\w+|audio_\w+|multi_modal_projector)\.")
@@ -64,7 +64,7 @@ def shortened(config: Mapping[str, Any], layers: int, kept: int) -> dict[str, An
 def _short(name: str, value: Any, layers: int, kept: int) -> Any:
     if name in COUNTS:
         return kept if value == layers else value
-    if name in PREDICTORS:
+    if name in OF_PREDICTORS:
         return 0
     if name == "max_window_layers" and isinstance(value, int):
         return min(value, kept)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from rftmega.backends.fsdp.support import make_experts_fit
+from rftmega.backends.fsdp.expert_rows import make_experts_fit
 
 
 class Model(nn.Module):
