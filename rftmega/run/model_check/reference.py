@@ -11,12 +11,13 @@ from torch import Tensor
 
 from rftmega.backends.decoder.describe import SEEING
 from rftmega.core.json_files import read_json_object
-from rftmega.run.model_check.findings import Finding, note, ok, problem
+from rftmega.run.model_check.findings import Finding, note, ok, problem, skipped
 
 SAID = (
     "The capital of France is Paris, and the capital of Italy is Rome. Water freezes at zero degrees, "
     "and a week has seven days."
 )
+ASKED = "What is 2+3?"
 UNIFORM = 0.5  # nats by which text must be likelier than if all tokens were equally likely
 
 
@@ -103,7 +104,10 @@ def of_logits(logits: Sequence[Tensor], config: dict[str, Any]) -> Iterator[Find
 
 def of_prediction(model: Any, tokenizer: Any) -> Finding:
     """Returns a finding about the probability of English text under the whole model."""
-    ids = torch.tensor(tokenizer.encode(SAID, chat_template=False))
+    given = tokenizer.encode(SAID, chat_template=False)
+    if len(given) < 2:  # of a vocabulary for one task
+        return skipped("prediction", "the tokenizer has no tokens for English text")
+    ids = torch.tensor(given)
     logits = logits_of(model, ids)[:-1]
     found = float(logits.log_softmax(-1).gather(-1, ids[1:, None]).mean())
     uniform = -math.log(logits.shape[-1])
@@ -120,7 +124,9 @@ def of_prediction(model: Any, tokenizer: Any) -> Finding:
 def of_generation(model: Any, tokenizer: Any, most: int) -> Finding:
     """Returns a finding about one greedy completion of at most `most` tokens."""
     chat = bool(tokenizer.inner.chat_template)
-    prompt = tokenizer.encode("What is 2+3?", chat_template=chat)
+    prompt = tokenizer.encode(ASKED, chat_template=chat)
+    if not prompt:
+        return skipped("generation", f"the tokenizer has no tokens for {ASKED!r}")
     given = torch.tensor(prompt)[None]
     found = model.generate(
         given,
