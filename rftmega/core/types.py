@@ -25,6 +25,7 @@ from typing_extensions import TypeVar
 from rftmega.core import expert_routes
 from rftmega.core.media_positions import Placed, RowImages, placed_from_state
 from rftmega.core.ragged import Ragged
+from rftmega.core.teacher_scores import TeacherScores, joined_scores
 
 Metrics = dict[str, float]
 # prefix of a step's metrics that add up over optimizer steps, such as tokens
@@ -50,11 +51,15 @@ class Prompt:
     task: int = 0  # its number among the prompts that the run draws; seeds depend on it
     # in the order of their positions; `token_ids` has one placeholder per feature
     images: tuple[Placed, ...] = ()
+    # (column, token ids) of prompts of teachers that see more than the policy
+    teacher_prompts: tuple[tuple[str, tuple[int, ...]], ...] = ()
 
     def state(self) -> list[Any]:
         """Returns the prompt as a JSON list; images that are not in a file become tensors."""
         plain = [self.label, self.index, self.kind, self.record, self.task]
-        return [list(self.token_ids), *plain, [each.state() for each in self.images]]
+        images = [each.state() for each in self.images]
+        of_teachers = [[column, list(ids)] for column, ids in self.teacher_prompts]
+        return [list(self.token_ids), *plain, images, of_teachers]
 
     @staticmethod
     def from_state(state: Sequence[Any]) -> "Prompt":
@@ -64,7 +69,13 @@ class Prompt:
         token_ids, *plain = state[:6]
         known = dict(zip(("label", "index", "kind", "record", "task"), plain, strict=False))
         images = state[6] if len(state) > 6 else ()
-        return Prompt(tuple(token_ids), **known, images=tuple(map(placed_from_state, images)))
+        of_teachers = state[7] if len(state) > 7 else ()
+        return Prompt(
+            tuple(token_ids),
+            **known,
+            images=tuple(map(placed_from_state, images)),
+            teacher_prompts=tuple((column, tuple(ids)) for column, ids in of_teachers),
+        )
 
 
 class Sampling(NamedTuple):
@@ -520,6 +531,8 @@ class Experience(Generic[Column]):
     # expert routes used in the policy's update, see Rows; None: the router chooses
     routes: Column | None = None
     unsafe: Tensor | None = None  # [B] bool, see Rows
+    # of each teacher whose divergence is part of the loss
+    teachers: tuple[TeacherScores, ...] = ()
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -583,6 +596,8 @@ class Experience(Generic[Column]):
                 return _joined_routes(parts)
             if name == "images":
                 return RowImages.join(values, [len(part) for part in parts])
+            if name == "teachers":
+                return joined_scores(values)
             if any(value is None for value in values):
                 return None
             if name == "rollout":
@@ -604,7 +619,7 @@ def _mapped(batch: Any, change: Callable[[str, Any], Any]) -> Any:
             pass  # independent of the columns' layout
         elif isinstance(value, dict):
             value = {name: change(name, part) for name, part in value.items()}
-        elif value is not None and each.name not in ("prompts", "turns"):
+        elif value is not None and each.name not in ("prompts", "turns", "teachers"):
             value = change(each.name, value)
         found[each.name] = value
     return type(batch)(**found)
@@ -626,6 +641,8 @@ def _selected(batch: Any, index: Tensor) -> Any:
         own = [batch.prompts[row] for row in index.tolist()]
         turns = [batch.turns[row] for row in index.tolist()] if batch.turns else ()
         return replace(found, rows=rows, prompts=own, turns=turns)
+    if isinstance(batch, Experience):
+        found = replace(found, teachers=tuple(each.select(index) for each in batch.teachers))
     return _with_images(found, batch.images, index)
 
 
@@ -670,6 +687,8 @@ class TokenStats(Generic[Column]):
     logp: Column
     entropy: Column | None  # None if not requested
     routes: Column | None = None  # of the tokens, see expert_routes; None: not requested
+    # [B, T, teachers]: from each of `Experience.teachers`; None without a teacher
+    divergence: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)

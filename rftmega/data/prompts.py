@@ -2,6 +2,9 @@
 
 import json
 import math
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
 from datetime import date, time, timedelta
 from decimal import Decimal
 from functools import partial
@@ -40,6 +43,7 @@ def load_prompts(
     max_videos: int = 0,
     places: list[str] | None = None,
     most: int | None = None,
+    teacher_keys: Sequence[str] = (),
 ) -> list[Prompt]:
     """Returns one Prompt per record of `source`. `columns`: each Prompt also keeps its record's
     columns as JSON. `shown`: it keeps them at least for people, with texts cut to LONGEST_SHOWN
@@ -48,7 +52,7 @@ def load_prompts(
     `processor`: of a vision-language model, whose prompts may have `max_images` images and
     `max_videos` videos, or of an audio-language model, whose prompts may have `max_images`
     waveforms. The location of each prompt in the file is appended to `places`. `most`: maximum
-    number of records to read, None: all.
+    number of records to read, None: all. `teacher_keys`: columns with the prompts of teachers.
 
     Raises DataError that lists the records that can't be read, lack a key, hold a wrong type or are
     too long.
@@ -60,7 +64,7 @@ def load_prompts(
     )
     return load_examples(
         source,
-        partial(_parse, encoder, columns, shown, reader),
+        partial(_parse, encoder, columns, shown, reader, teacher_keys),
         too_long=config.too_long,
         noun="prompts",
         places=places,
@@ -74,6 +78,7 @@ def _parse(
     columns: bool,
     shown: bool,
     reader: MediaReader,
+    teacher_keys: Sequence[str],
     record: Record,
     index: int,
 ) -> Prompt:
@@ -105,7 +110,26 @@ def _parse(
         kept = _columns(text, without_contents(record, config), config)
     elif shown:
         kept = _shown_columns(text, without_contents(record, config))
-    return Prompt(ids, label=str(label), index=index, kind=kind, record=kept, images=images)
+    own = tuple((key, _teacher_prompt(encoder, record, key)) for key in teacher_keys)
+    return Prompt(
+        ids,
+        label=str(label),
+        index=index,
+        kind=kind,
+        record=kept,
+        images=images,
+        teacher_prompts=own,
+    )
+
+
+def _teacher_prompt(encoder: Encoder, record: Record, key: str) -> tuple[int, ...]:
+    """Returns the token ids of the prompt for a teacher in the column `key`, which may be longer
+    than the policy's.
+    """
+    own = replace(
+        encoder, config=replace(encoder.config, prompt_key=key), max_prompt_tokens=sys.maxsize
+    )
+    return own.prompt(own.given_prompt(record))
 
 
 def _columns(prompt: Any, record: Record, config: DataConfig) -> str:

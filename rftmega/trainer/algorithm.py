@@ -2,7 +2,7 @@
 mismatch gate.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +15,21 @@ from rftmega.algorithms.supervised import cost_loss, cross_entropy_loss, pairwis
 from rftmega.algorithms.values import value_loss
 from rftmega.config import RunConfig, without_secrets
 from rftmega.config.capabilities import engine_of
-from rftmega.core.interfaces import Host, Machinery, Policy, Reward, Scorer, ValueModel, ValueScorer
+from rftmega.config.options.teachers import names_of
+from rftmega.core.interfaces import (
+    Host,
+    Machinery,
+    Policy,
+    Reward,
+    Scorer,
+    TeacherScorer,
+    ValueModel,
+    ValueScorer,
+)
 from rftmega.core.types import LossFn
 from rftmega.trainer.dynamic_sampler import DynamicSampler
 from rftmega.trainer.experience import ExperienceMaker, ReplayBuffer, model_rewards
+from rftmega.trainer.experience.teachers import AskedTeacher
 from rftmega.trainer.journal import Journal, Journaled
 from rftmega.trainer.learner import Learner
 from rftmega.trainer.logprob_mismatch.gate import GapGate, limits_of
@@ -63,7 +74,9 @@ class Algorithm:
             engine=machinery.engine,
             weights=machinery.weights,
             reward=reward,
-            maker=self.maker(machinery.policy, machinery.critic, built.host),
+            maker=self.maker(
+                machinery.policy, machinery.critic, built.host, self.asked(built.teachers)
+            ),
             learner=self.learner(built.policy, built.critic, given, journal, built.host),
             sampling=StepSampling(
                 config.rollout.samples_per_prompt,
@@ -114,6 +127,7 @@ class Algorithm:
         policy: Scorer,
         critic: ValueScorer | None = None,
         host: Host | None = None,
+        teachers: Sequence[AskedTeacher] = (),
     ) -> ExperienceMaker:
         return ExperienceMaker(
             policy,
@@ -122,7 +136,13 @@ class Algorithm:
             kl_weight=self.kl,
             shape=self.shaping(),
             host=host,
+            teachers=teachers,
         )
+
+    def asked(self, teachers: Sequence[TeacherScorer]) -> list[AskedTeacher]:
+        """Returns the teachers with their options; `teachers`: those of algorithm.teachers."""
+        chosen = self.chosen.teachers
+        return list(map(AskedTeacher, names_of(chosen), chosen, teachers))
 
     def shaping(self) -> Shaping:
         """Returns the reward shaping that is applied before advantages are computed."""
@@ -241,6 +261,11 @@ class Algorithm:
             kl_coef=self.kl if chosen.kl.placement == "loss" else 0.0,
             kl_estimator=chosen.kl.estimator,
             entropy_coef=chosen.entropy_coef,
+            teachers={
+                name: teacher.weight
+                for name, teacher in zip(names_of(chosen.teachers), chosen.teachers, strict=True)
+                if teacher.signal == "loss"
+            },
             aggregation=self.aggregation,
         )
 

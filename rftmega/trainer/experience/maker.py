@@ -2,6 +2,7 @@
 models, and advantages from the rewards.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,7 +15,9 @@ from rftmega.algorithms.shaping import Shaping
 from rftmega.config import AlgorithmConfig
 from rftmega.core.interfaces import Host, OneProcess, Scorer, ValueScorer
 from rftmega.core.ragged import Ragged
+from rftmega.core.teacher_scores import TeacherScores
 from rftmega.core.types import Experience, RowsOfRollouts, Samples
+from rftmega.trainer.experience.teachers import AskedTeacher, advantage_of
 
 
 class ExperienceMaker:
@@ -31,13 +34,16 @@ class ExperienceMaker:
         kl_weight: KLController | None = None,
         shape: Shaping | None = None,
         host: Host | None = None,
+        teachers: Sequence[AskedTeacher] = (),
     ):
         """`chosen`: options that select the advantage estimator, whitening, the placement of the
         KL, and whether truncated completions are left out of the loss (they still count in their
         group); None: GRPO without a KL. `kl_weight`: the adaptive KL coefficient; None: the
         constant coefficient of `chosen`. `shape` changes the rewards from which advantages are
-        computed. `host`: stores the experience, one copy per host.
+        computed. `host`: stores the experience, one copy per host. `teachers`: are asked about
+        every batch.
         """
+        self.teachers = teachers
         self.host = host or OneProcess()
         self.policy, self.critic = policy, critic
         self.chosen = chosen or AlgorithmConfig()
@@ -89,6 +95,8 @@ class ExperienceMaker:
             return self._finished(advantage, taught), returns
 
         advantage, returns = self.host.once(estimated)
+        scores = [teacher.scores(samples, taught, self.host) for teacher in self.teachers]
+        advantage = self._with_teachers(advantage, scores, taught, old)
         share, leads = self.host.once(lambda: shares_of(rollouts, taught))
         return Experience(
             tokens=rows.tokens,
@@ -108,7 +116,33 @@ class ExperienceMaker:
             share=share,
             leads=leads,
             routes=stats.routes if rows.routes is None and stats is not None else rows.routes,
+            teachers=tuple(
+                own for own, each in zip(scores, self.teachers, strict=True) if each.in_loss
+            ),
         )
+
+    def _with_teachers(
+        self,
+        advantage: Ragged,
+        scores: Sequence[TeacherScores],
+        taught: Ragged,
+        old: Ragged | None,
+    ) -> Ragged:
+        """Returns the advantages with those that teachers add to them."""
+        added = [
+            (teacher.chosen, own)
+            for teacher, own in zip(self.teachers, scores, strict=True)
+            if not teacher.in_loss
+        ]
+        if not added:
+            return advantage
+        assert old is not None, "a log-ratio in the advantage needs log-probs before the update"
+
+        def summed() -> Ragged:
+            parts = [advantage_of(chosen, own, taught, old).flat for chosen, own in added]
+            return advantage.with_values(advantage.flat + torch.stack(parts).sum(0))
+
+        return self.host.once(summed)
 
     def _parts(self, samples: Samples[Ragged]) -> dict[str, RewardComponent]:
         """Returns the reward's components with a weight, of each completion."""
