@@ -976,11 +976,8 @@ class RunConfig:
 
     @property
     def reads_columns(self) -> bool:
-        """Returns whether a reward component, the environment or a teacher reads the columns of the
-        data set.
-        """
-        teaching = any(each.when or each.gate for each in self.algorithm.teachers)
-        return self.reward.reads_columns or self.environment.type != "single_turn" or teaching
+        """Returns whether a reward component or the environment reads the columns of the data set."""
+        return self.reward.reads_columns or self.environment.type != "single_turn"
 
     @property
     def exported(self) -> str:

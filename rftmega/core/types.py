@@ -35,6 +35,13 @@ Column = TypeVar("Column", Tensor, Ragged, default=Tensor)
 UNKNOWN = -1  # pads rows of versions
 
 
+class Taught(NamedTuple):
+    """Taught holds what a teacher needs to teach a prompt, from the prompt's record."""
+
+    token_ids: tuple[int, ...] = ()  # the teacher's own prompt; (): the policy's
+    gate: float | None = None  # the teacher's mean score on the prompt; None: there is no gate
+
+
 @dataclass(frozen=True, slots=True)
 class Prompt:
     """A task's prompt as token ids; `label` is the reference answer that the
@@ -51,15 +58,15 @@ class Prompt:
     task: int = 0  # its number among the prompts that the run draws; seeds depend on it
     # in the order of their positions; `token_ids` has one placeholder per feature
     images: tuple[Placed, ...] = ()
-    # (column, token ids) of prompts of teachers that see more than the policy
-    teacher_prompts: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    # one per teacher, None for one that does not teach the prompt; (): all teach it alike
+    teachers: tuple[Taught | None, ...] = ()
 
     def state(self) -> list[Any]:
         """Returns the prompt as a JSON list; images that are not in a file become tensors."""
         plain = [self.label, self.index, self.kind, self.record, self.task]
         images = [each.state() for each in self.images]
-        of_teachers = [[column, list(ids)] for column, ids in self.teacher_prompts]
-        return [list(self.token_ids), *plain, images, of_teachers]
+        teachers = [each and [list(each.token_ids), each.gate] for each in self.teachers]
+        return [list(self.token_ids), *plain, images, teachers]
 
     @staticmethod
     def from_state(state: Sequence[Any]) -> "Prompt":
@@ -69,12 +76,12 @@ class Prompt:
         token_ids, *plain = state[:6]
         known = dict(zip(("label", "index", "kind", "record", "task"), plain, strict=False))
         images = state[6] if len(state) > 6 else ()
-        of_teachers = state[7] if len(state) > 7 else ()
+        teachers = state[7] if len(state) > 7 else ()
         return Prompt(
             tuple(token_ids),
             **known,
             images=tuple(map(placed_from_state, images)),
-            teacher_prompts=tuple((column, tuple(ids)) for column, ids in of_teachers),
+            teachers=tuple(each and Taught(tuple(each[0]), each[1]) for each in teachers),
         )
 
 

@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from rftmega.config import DataConfig
+from rftmega.config.options.teachers import Teacher
 from rftmega.core.errors import DataError
 from rftmega.core.json_files import NotJSON, parse_json
-from rftmega.core.types import Prompt
+from rftmega.core.types import Prompt, Taught
 from rftmega.data.chat.media_parts import media_moved
 from rftmega.data.encoder import Encoder, check_continued
 from rftmega.data.examples import load_examples, required
@@ -43,7 +44,7 @@ def load_prompts(
     max_videos: int = 0,
     places: list[str] | None = None,
     most: int | None = None,
-    teacher_keys: Sequence[str] = (),
+    teachers: Sequence[Teacher] = (),
 ) -> list[Prompt]:
     """Returns one Prompt per record of `source`. `columns`: each Prompt also keeps its record's
     columns as JSON. `shown`: it keeps them at least for people, with texts cut to LONGEST_SHOWN
@@ -52,7 +53,8 @@ def load_prompts(
     `processor`: of a vision-language model, whose prompts may have `max_images` images and
     `max_videos` videos, or of an audio-language model, whose prompts may have `max_images`
     waveforms. The location of each prompt in the file is appended to `places`. `most`: maximum
-    number of records to read, None: all. `teacher_keys`: columns with the prompts of teachers.
+    number of records to read, None: all. `teachers`: read columns of the
+    records.
 
     Raises DataError that lists the records that can't be read, lack a key, hold a wrong type or are
     too long.
@@ -64,7 +66,7 @@ def load_prompts(
     )
     return load_examples(
         source,
-        partial(_parse, encoder, columns, shown, reader, teacher_keys),
+        partial(_parse, encoder, columns, shown, reader, teachers),
         too_long=config.too_long,
         noun="prompts",
         places=places,
@@ -78,7 +80,7 @@ def _parse(
     columns: bool,
     shown: bool,
     reader: MediaReader,
-    teacher_keys: Sequence[str],
+    teachers: Sequence[Teacher],
     record: Record,
     index: int,
 ) -> Prompt:
@@ -110,7 +112,9 @@ def _parse(
         kept = _columns(text, without_contents(record, config), config)
     elif shown:
         kept = _shown_columns(text, without_contents(record, config))
-    own = tuple((key, _teacher_prompt(encoder, record, key)) for key in teacher_keys)
+    taught: tuple[Taught | None, ...] = ()
+    if any(teacher.reads_columns for teacher in teachers):
+        taught = tuple(_taught(encoder, record, teacher) for teacher in teachers)
     return Prompt(
         ids,
         label=str(label),
@@ -118,18 +122,31 @@ def _parse(
         kind=kind,
         record=kept,
         images=images,
-        teacher_prompts=own,
+        teachers=taught,
     )
 
 
-def _teacher_prompt(encoder: Encoder, record: Record, key: str) -> tuple[int, ...]:
-    """Returns the token ids of the prompt for a teacher in the column `key`, which may be longer
-    than the policy's.
-    """
-    own = replace(
-        encoder, config=replace(encoder.config, prompt_key=key), max_prompt_tokens=sys.maxsize
-    )
-    return own.prompt(own.given_prompt(record))
+def _taught(encoder: Encoder, record: Record, teacher: Teacher) -> Taught | None:
+    """Returns what a teacher needs to teach the prompt of a record; None if it does not teach it."""
+    given = {key: required(record, key, "algorithm.teachers[].when") for key in teacher.when}
+    if any(str(given[key]) != value for key, value in teacher.when.items()):
+        return None
+    gate = _gate(record, teacher.gate) if teacher.gate else None
+    if not teacher.prompt:
+        return Taught(gate=gate)
+    config = replace(encoder.config, prompt_key=teacher.prompt)
+    own = replace(encoder, config=config, max_prompt_tokens=sys.maxsize)
+    return Taught(own.prompt(own.given_prompt(record)), gate)
+
+
+def _gate(record: Record, key: str) -> float:
+    score = required(record, key, "algorithm.teachers[].gate")
+    if isinstance(score, bool) or not isinstance(score, int | float) or not math.isfinite(score):
+        raise DataError(
+            f'"{key}" must be a number, the mean score of the teacher on the prompt, not {str(score)[:40]!r} (the key is set by '
+            "algorithm.teachers[].gate). `rftmega evaluate --keep` gives a teacher's scores."
+        )
+    return float(score)
 
 
 def _columns(prompt: Any, record: Record, config: DataConfig) -> str:

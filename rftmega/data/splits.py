@@ -8,7 +8,7 @@ from functools import cache, partial
 from typing import Any
 
 from rftmega.config import RunConfig, task_source
-from rftmega.config.options.teachers import teacher_prompts
+from rftmega.config.options.teachers import Teacher
 from rftmega.core.errors import DataError
 from rftmega.core.types import Prompt, Rows
 from rftmega.data.media.audio_processor import AudioProcessor
@@ -45,14 +45,12 @@ def prompts_of(
     media = MediaOptions.of(config)
     load = partial(_prompts, config, tokenizer, media, check, rank, ranks, most)
 
-    keys = teacher_prompts(config.algorithm.teachers)
-
     @cache
     def held_out() -> dict[str, list[Prompt]]:
         return {name: load(source) for name, source in config.data.held_out.items()}
 
     def load_training(source: str) -> list[Prompt]:
-        found = load(source, teacher_keys=keys)
+        found = load(source, teachers=config.algorithm.teachers)
         if task_source(source) is None or most is not None:
             return found
         return _without(found, source, [each for own in held_out().values() for each in own])
@@ -117,7 +115,7 @@ def _prompts(
     source: str,
     *,
     columns: bool = False,
-    teacher_keys: Sequence[str] = (),
+    teachers: Sequence[Teacher] = (),
 ) -> list[Prompt]:
     """Returns the checked prompts of the data source `source`. `media`: the model's inputs other than text;
     the other arguments as of `prompts_of` and `held_out_of`.
@@ -135,7 +133,7 @@ def _prompts(
         max_videos=media.max_videos,
         places=places,
         most=most,
-        teacher_keys=teacher_keys,
+        teachers=teachers,
     )
     try:
         check(prompts)

@@ -87,7 +87,7 @@ class ReinforcedActor(ABC):
         )
         strategy, algorithm = self.strategy, Algorithm(cfg)
         self.maker = algorithm.maker(
-            strategy.policy, strategy.critic, strategy.host, algorithm.asked(strategy.teachers)
+            strategy.policy, strategy.critic, strategy.host, algorithm.asked(strategy)
         )
         self.learner = algorithm.learner(strategy.policy, strategy.critic, host=strategy.host)
         self.refill = algorithm.refill(strategy.host)

@@ -4,7 +4,7 @@ mismatch gate.
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from rftmega.algorithms.aggregation import Aggregation, aggregation_of
 from rftmega.algorithms.kl import KLController
@@ -42,6 +42,12 @@ from rftmega.trainer.supervised import Learns, SupervisedTrainer
 from rftmega.trainer.trained_order import read_order
 
 
+class HasTeachers(Protocol):
+    """A part of `Machinery`."""
+
+    teachers: Sequence[TeacherScorer]
+
+
 class Algorithm:
     """Builds trainers and their components from the config; all components share one KL coefficient
     (`kl`).
@@ -74,9 +80,7 @@ class Algorithm:
             engine=machinery.engine,
             weights=machinery.weights,
             reward=reward,
-            maker=self.maker(
-                machinery.policy, machinery.critic, built.host, self.asked(built.teachers)
-            ),
+            maker=self.maker(machinery.policy, machinery.critic, built.host, self.asked(built)),
             learner=self.learner(built.policy, built.critic, given, journal, built.host),
             sampling=StepSampling(
                 config.rollout.samples_per_prompt,
@@ -129,20 +133,23 @@ class Algorithm:
         host: Host | None = None,
         teachers: Sequence[AskedTeacher] = (),
     ) -> ExperienceMaker:
-        return ExperienceMaker(
+        found = ExperienceMaker(
             policy,
             self.chosen,
             critic=critic,
             kl_weight=self.kl,
             shape=self.shaping(),
             host=host,
-            teachers=teachers,
         )
+        found.teachers = teachers
+        return found
 
-    def asked(self, teachers: Sequence[TeacherScorer]) -> list[AskedTeacher]:
-        """Returns the teachers with their options; `teachers`: those of algorithm.teachers."""
-        chosen = self.chosen.teachers
-        return list(map(AskedTeacher, names_of(chosen), chosen, teachers))
+    def asked(self, built: HasTeachers) -> list[AskedTeacher]:
+        """Returns the teachers of `built`, those of algorithm.teachers, with their options."""
+        if not (chosen := self.chosen.teachers):
+            return []
+        numbers = range(len(chosen))
+        return list(map(AskedTeacher, numbers, names_of(chosen), chosen, built.teachers))
 
     def shaping(self) -> Shaping:
         """Returns the reward shaping that is applied before advantages are computed."""

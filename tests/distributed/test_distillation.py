@@ -5,6 +5,7 @@ gradient's norm, and each teacher's divergence, in layouts that differ between s
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,13 +13,13 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from rftmega.algorithms.losses import policy_loss
-from rftmega.config import LoRA, ParallelConfig
+from rftmega.config import ParallelConfig
 from rftmega.config.options.algorithms import NoPolicyLoss
 from rftmega.config.options.teachers import Teacher
 from rftmega.core.interfaces import OneProcess
 from rftmega.core.ragged import Ragged
-from rftmega.core.types import Experience, Prompt, Samples
+from rftmega.core.types import Prompt, Samples, Taught
+from rftmega.models.kernels.linear_divergence import Divergence
 from rftmega.run.placement import teachers as placed
 from rftmega.run.placement.phases import DevicePhases
 from rftmega.run.train import built_backend
@@ -57,13 +58,18 @@ def teachers_of(folder: Path, own: P) -> dict[str, list[Teacher]]:
     }
 
 
-def samples_of() -> Samples[Ragged]:
+def taught(teacher: Teacher, row: int) -> Taught | None:
+    if teacher.when and teacher.when["domain"] != DOMAINS[row]:
+        return None
+    return Taught(tuple(OWN_PROMPTS[row]) if teacher.prompt else ())
+
+
+def samples_of(chosen: Sequence[Teacher]) -> Samples[Ragged]:
     rows = rows_of(ROWS, list(PROMPTS)).ragged()
     prompts = [
         Prompt(
             tuple(ROWS[row][: PROMPTS[row]]),
-            record=f'{{"domain": "{DOMAINS[row]}"}}',
-            teacher_prompts=(("hint", tuple(OWN_PROMPTS[row])),),
+            teachers=tuple(taught(each, row) for each in chosen),
         )
         for row in range(len(ROWS))
     ]
@@ -74,12 +80,9 @@ def samples_of() -> Samples[Ragged]:
 
 
 def body(
-    world: Any, folder: Path, teacher: Path, parallel: P, own: P, backend: str, kind: str, rank: int
+    world: Any, folder: Path, teacher: Path, parallel: P, own: P, backend: str, kind: str
 ) -> Any:
-    lora = LoRA(rank=4, alpha=8.0) if rank else LoRA()
-    config = config_of(
-        folder, parallel, backend=backend, token_cap=31, temperature=TEMPERATURE, lora=lora
-    )
+    config = config_of(folder, parallel, backend=backend, token_cap=31, temperature=TEMPERATURE)
     config.algorithm.policy_loss = NoPolicyLoss()
     config.algorithm.teachers = teachers_of(teacher, own)[kind]
     made = built_backend(config)
@@ -89,10 +92,13 @@ def body(
     residencies = {"policy": policy.residency} | {n: m.residency for n, m in built.items()}
     phases = DevicePhases(residencies, offload=True)
     algorithm = Algorithm(config)
-    asked = algorithm.asked(placed.scorers(config, policy, built, phases))
-    maker = ExperienceMaker(policy, config.algorithm, host=OneProcess(), teachers=asked)
+    asked = algorithm.asked(
+        SimpleNamespace(teachers=placed.scorers(config, policy, built, phases, world))
+    )
+    maker = ExperienceMaker(policy, config.algorithm, host=OneProcess())
+    maker.teachers = asked
     phases.score()
-    experience = maker.make(samples_of())
+    experience = maker.make(samples_of(config.algorithm.teachers))
     phases.update()
     return policy.step(experience, algorithm.policy_loss())
 
@@ -131,8 +137,6 @@ def log_probs(model: Any, tokens: list[int], answers: int) -> Tensor:
 
 
 def compared(each: Teacher, log_p: Tensor, log_q: Tensor, answer: Tensor) -> Tensor:
-    from rftmega.models.kernels.linear_divergence import Divergence
-
     chosen = Divergence(each.divergence, each.beta)
     if each.vocabulary == "full":
         return dense_divergence(log_p, log_q, chosen)
@@ -150,9 +154,7 @@ LAYOUTS = [
     (2, P(tensor=2, sequence=True), P(), "megatron"),
     (2, P(), P(tensor=2), "fsdp"),
     pytest.param(4, P(context=2, pipeline=2), P(tensor=4), "megatron", marks=pytest.mark.ranks),
-    pytest.param(
-        4, P(tensor=2, pipeline=2), P(pipeline=2), "megatron", marks=pytest.mark.ranks
-    ),
+    pytest.param(4, P(tensor=2, pipeline=2), P(pipeline=2), "megatron", marks=pytest.mark.ranks),
     pytest.param(
         2, P(pipeline=2, virtual_pipeline=2), P(context=2), "megatron", marks=pytest.mark.ranks
     ),
@@ -169,7 +171,7 @@ def test_an_update_with_teachers_equals_dense_autograd(
     teacher = save_tiny(
         tmp_path / "teacher", "llama", seed=5, hidden_size=96, tie_word_embeddings=False
     )
-    given = (folder, teacher, parallel, own, backend, kind, 0)
+    given = (folder, teacher, parallel, own, backend, kind)
     loss, norm, divergences = dense(folder, teacher, teachers_of(teacher, own)[kind])
     for metrics in run_ranks(processes, body, *given):
         assert metrics["loss"] == pytest.approx(loss, rel=1e-5)

@@ -11,11 +11,11 @@ from rftmega.backends.fsdp.mesh import ShardingMesh
 from rftmega.backends.fsdp.module import LogProbHead
 from rftmega.backends.fsdp.runner import FSDPRunner
 from rftmega.backends.fsdp.trainable import FSDPModel
-from rftmega.backends.runner.teacher_head import HeadSource, HeldRows
 from rftmega.config import RunConfig
 from rftmega.core.errors import CheckpointError
 from rftmega.core.teacher_scores import TeacherRequest, TeacherScores
 from rftmega.core.types import Column, Metrics, Rows, TokenStats
+from rftmega.models.hf.lm_head_rows import HeadSource, HeldRows
 from rftmega.models.hf.quantised_folder import open_quantised
 from rftmega.models.kernels.teacher_terms import TeacherTerm
 from rftmega.runtime.device.held_weights import AveragedWeights, ReferenceWeights

@@ -10,11 +10,11 @@ from rftmega.backends.megatron.manager import MegatronModelManager
 from rftmega.backends.megatron.model_runner import MegatronRunner
 from rftmega.backends.megatron.trainable import MegatronModel
 from rftmega.backends.runner.model_runner import MicroBatch
-from rftmega.backends.runner.teacher_head import HeadSource, HeldRows
 from rftmega.config import RunConfig
 from rftmega.converters import table
 from rftmega.core.teacher_scores import TeacherRequest, TeacherScores
 from rftmega.core.types import Column, LossFn, Metrics, Rows, TokenStats
+from rftmega.models.hf.lm_head_rows import HeadSource, HeldRows
 from rftmega.models.hf.stacked_files import open_folder
 from rftmega.models.kernels.teacher_terms import TeacherTerm
 from rftmega.models.layers import router_replay

@@ -1,5 +1,6 @@
 """Options of distillation: the models that teach the policy."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -83,17 +84,17 @@ class Teacher:
         return self.path == SELF
 
     @property
+    def reads_columns(self) -> bool:
+        """Returns whether the records of the training data say what the teacher teaches."""
+        return bool(self.when or self.prompt or self.gate)
+
+    @property
     def loads(self) -> bool:
         """Returns whether the run itself builds and holds the teacher."""
         return bool(self.path) and not self.is_self
 
 
-def teacher_prompts(teachers: list[Teacher]) -> list[str]:
-    """Returns the columns with prompts of teachers, each once."""
-    return list(dict.fromkeys(teacher.prompt for teacher in teachers if teacher.prompt))
-
-
-def names_of(teachers: list[Teacher]) -> list[str]:
+def names_of(teachers: Sequence[Teacher]) -> list[str]:
     """Returns the name of each teacher in metrics and messages."""
     plain = ["teacher", *[f"teacher_{number}" for number in range(2, len(teachers) + 1)]]
     return [teacher.name or name for teacher, name in zip(teachers, plain, strict=False)]

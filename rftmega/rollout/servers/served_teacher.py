@@ -10,7 +10,6 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from rftmega.config.addresses import address_of
@@ -35,10 +34,19 @@ class ServedTeacher:
     number of likeliest tokens.
     """
 
-    def __init__(self, chosen: Teacher, *, vocabulary: int, pause: float = 0.5):
-        """`vocabulary`: number of token ids of the policy. `pause`: seconds before the second
-        attempt of a request.
+    def __init__(
+        self,
+        chosen: Teacher,
+        *,
+        vocabulary: int,
+        rank: int = 0,
+        ranks: int = 1,
+        pause: float = 0.5,
+    ):
+        """`vocabulary`: number of token ids of the policy. `rank`, `ranks`: of this process among
+        those that share the rows. `pause`: seconds before the second attempt of a request.
         """
+        self.rank, self.ranks = rank, ranks
         self.addresses = [address_of(address) for address in chosen.addresses]
         self.vocabulary, self.pause = vocabulary, pause
         self.headers = {}
@@ -58,8 +66,7 @@ class ServedTeacher:
 
         Raises EngineError on a process whose row no server answers for.
         """
-        rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-        own = list(range(rank, len(rows), ranks))
+        own = list(range(self.rank, len(rows), self.ranks))
         with ThreadPoolExecutor(AT_ONCE, "teacher") as threads:
             found = list(threads.map(lambda row: self._of_row(rows, row, request), own))
         counts = rows.mask.sums()

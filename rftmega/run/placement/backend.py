@@ -8,7 +8,6 @@ from typing import Any, Literal, Protocol
 
 import torch
 
-from rftmega.backends.runner.teacher_head import HeadSource, HeldRows
 from rftmega.checkpoints.run_checkpoints import TrainedModel
 from rftmega.config import RunConfig
 from rftmega.core.interfaces import Policy, ValueModel
@@ -16,6 +15,7 @@ from rftmega.core.shards import Shard, TrainedAdapters
 from rftmega.core.teacher_scores import TeacherRequest, TeacherScores
 from rftmega.core.types import Metrics, Rows
 from rftmega.model_providers.description import ModelDescription
+from rftmega.models.hf.lm_head_rows import HeadSource, HeldRows
 from rftmega.models.kernels.teacher_terms import TeacherTerm
 from rftmega.runtime.device.residency import Residency
 

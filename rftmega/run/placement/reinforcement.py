@@ -79,7 +79,8 @@ class ReinforcementStrategy:
         self._teachers = teachers.build(config, backend, is_main=world.is_main)
         for teacher in self._teachers.values():
             self._built(teacher)
-        actor.learn_from(teachers.terms_of(config, actor, self._teachers))
+        if config.algorithm.teachers:
+            actor.learn_from(teachers.terms_of(config, actor, self._teachers))
         self._frozen: dict[str, int] = {
             f"algorithm.teachers: {name}": teacher.sum_of_frozen
             for name, teacher in self._teachers.items()
@@ -141,7 +142,7 @@ class ReinforcementStrategy:
         self.scoring_models: Mapping[str, ValueModel] = {
             name: faces[name] for name in config.reward.scoring_models()
         }
-        self.teachers = teachers.scorers(config, actor, self._teachers, self.phases)
+        self.teachers = teachers.scorers(config, actor, self._teachers, self.phases, world)
         face: Any = ServerPool if separate else EnginePool
         if config.trainer.max_staleness:
             face = StreamingPool if separate else PartialRolloutPool

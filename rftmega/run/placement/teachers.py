@@ -15,6 +15,7 @@ from rftmega.models.kernels.teacher_terms import TeacherTerm
 from rftmega.rollout.servers.served_teacher import ServedTeacher
 from rftmega.run.placement.backend import Backend, TrainablePolicy
 from rftmega.run.placement.phases import POLICY, DevicePhases
+from rftmega.runtime.parallel.process_group import World
 
 log = logging.getLogger(__name__)
 
@@ -89,6 +90,7 @@ def scorers(
     policy: TrainablePolicy,
     built: dict[str, TrainablePolicy],
     phases: DevicePhases,
+    world: World,
 ) -> Sequence[TeacherScorer]:
     """Returns the teachers of algorithm.teachers, in their order."""
     found: list[TeacherScorer] = []
@@ -99,5 +101,8 @@ def scorers(
         elif teacher.loads:
             found.append(ColocatedTeacher(built[name], phases, name))
         else:
-            found.append(ServedTeacher(teacher, vocabulary=policy.description.vocabulary))
+            vocabulary = policy.description.vocabulary
+            found.append(
+                ServedTeacher(teacher, vocabulary=vocabulary, rank=world.rank, ranks=world.size)
+            )
     return found

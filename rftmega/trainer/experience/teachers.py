@@ -1,27 +1,24 @@
 """Asks teachers about the rows of a step: which rows each teaches, and with which prompt."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from rftmega.algorithms.advantages import discounted_returns
 from rftmega.config.options.teachers import Teacher
-from rftmega.core.errors import DataError
 from rftmega.core.interfaces import Host, TeacherScorer
 from rftmega.core.ragged import Ragged, by_rows
 from rftmega.core.teacher_scores import TeacherRequest, TeacherScores
-from rftmega.core.types import Metrics, Prompt, Rows, Samples
-from rftmega.data.records.values import value_at
+from rftmega.core.types import Prompt, Rows, Samples
 
 
 @dataclass(frozen=True, slots=True)
 class AskedTeacher:
     """AskedTeacher is a teacher with its options and its name in metrics."""
 
+    number: int  # in algorithm.teachers
     name: str
     chosen: Teacher
     scorer: TeacherScorer
@@ -31,11 +28,8 @@ class AskedTeacher:
         return self.chosen.signal == "loss"
 
     def scores(self, samples: Samples[Ragged], mask: Ragged, host: Host) -> TeacherScores:
-        """Returns the teacher's numbers for the tokens of `mask`, in the rows that it teaches.
-
-        Raises DataError for a record whose columns do not say whether it is taught.
-        """
-        rows, taught = host.once(lambda: _asked_rows(self.chosen, samples, mask))
+        """Returns the teacher's numbers for the tokens of `mask`, in the rows that it teaches."""
+        rows, taught = host.once(lambda: _asked_rows(self.number, self.chosen, samples, mask))
         request = TeacherRequest(self.chosen.vocabulary, self.chosen.top_k)
         found = self.scorer.teach(rows, request)
         return _of_all_rows(found, taught)
@@ -54,55 +48,51 @@ def _of_all_rows(found: TeacherScores, taught: Tensor) -> TeacherScores:
 
 
 def _asked_rows(
-    chosen: Teacher, samples: Samples[Ragged], mask: Ragged
+    number: int, chosen: Teacher, samples: Samples[Ragged], mask: Ragged
 ) -> tuple[Rows[Ragged], Tensor]:
-    """Returns the rows that the teacher is asked about, with its own prompts, and which rows of
+    """Returns the rows that teacher `number` is asked about, with its own prompts, and which rows of
     `samples` they are, [B] bool.
     """
-    taught = _chosen_rows(chosen, samples)
-    taught &= mask.sums() > 0
+    taught = _chosen_rows(number, samples) & (mask.sums() > 0)
     rows = replace(samples.rows, mask=mask, routes=None)
     if not chosen.prompt:
         return rows.select(taught.nonzero()[:, 0]), taught
     for row, prompt in enumerate(samples.prompts):
         taught[row] &= _begins_with(rows.tokens[row], prompt.token_ids)
     places = taught.nonzero()[:, 0]
-    prompts = [samples.prompts[row] for row in places.tolist()]
-    own = [(prompt, dict(prompt.teacher_prompts)[chosen.prompt]) for prompt in prompts]
+    own = [
+        (prompt, _own(prompt, number))
+        for prompt in [samples.prompts[row] for row in places.tolist()]
+    ]
     return _with_prompts(rows.select(places), own), taught
 
 
-def _chosen_rows(chosen: Teacher, samples: Samples[Ragged]) -> Tensor:
-    """Returns [B] bool: the rows whose record has the values of `when`, and whose `gate` is above
-    the mean reward of their group.
+def _own(prompt: Prompt, number: int) -> tuple[int, ...]:
+    """Returns the prompt of teacher `number` as token ids."""
+    taught = prompt.teachers[number]
+    assert taught is not None, "rows that it does not teach are left out"
+    return taught.token_ids
+
+
+def _chosen_rows(number: int, samples: Samples[Ragged]) -> Tensor:
+    """Returns [B] bool: the rows whose record says that teacher `number` teaches it, and whose gate
+    is above the mean reward of their group.
     """
-    if not chosen.when and not chosen.gate:
-        return torch.ones(len(samples.rows), dtype=torch.bool)
     sizes = torch.bincount(samples.group).clamp(min=1)
     totals = torch.zeros(len(sizes)).index_add(0, samples.group, samples.reward.float())
     means = (totals / sizes)[samples.group].tolist()
-    known: dict[int, dict[str, Any]] = {}
-    found = []
-    for prompt, mean in zip(samples.prompts, means, strict=True):
-        if id(prompt) not in known:
-            known[id(prompt)] = json.loads(prompt.record)
-        found.append(_is_taught(chosen, known[id(prompt)], mean))
+    found = [
+        _is_taught(prompt, number, mean)
+        for prompt, mean in zip(samples.prompts, means, strict=True)
+    ]
     return torch.tensor(found, dtype=torch.bool)
 
 
-def _is_taught(chosen: Teacher, record: dict[str, Any], mean: float) -> bool:
-    for column, wanted in chosen.when.items():
-        if str(value_at(record, column)) != wanted:
-            return False
-    if not chosen.gate:
+def _is_taught(prompt: Prompt, number: int, mean: float) -> bool:
+    if not prompt.teachers:
         return True
-    score = value_at(record, chosen.gate)
-    if isinstance(score, bool) or not isinstance(score, int | float):
-        raise DataError(
-            f"algorithm.teachers: the gate's column {chosen.gate!r} holds {score!r} and not the teacher's mean score. Evaluate "
-            "the teacher with `rftmega evaluate --keep`, and add its scores to the data."
-        )
-    return float(score) > mean
+    taught = prompt.teachers[number]
+    return taught is not None and (taught.gate is None or taught.gate > mean)
 
 
 def _begins_with(tokens: Tensor, prompt: Sequence[int]) -> bool:
@@ -150,9 +140,11 @@ def advantage_of(chosen: Teacher, scores: TeacherScores, mask: Ragged, old_logp:
     )
 
 
-def teacher_metrics(names: Sequence[str], scores: Sequence[TeacherScores]) -> Metrics:
-    """Returns the share of the rows that each teacher teaches."""
-    return {
-        f"{name}_rows": each.taught.float().mean().item() if len(each) else 0.0
-        for name, each in zip(names, scores, strict=True)
-    }
+def log_ratio(scores: TeacherScores, mask: Ragged, old_logp: Ragged) -> float:
+    """Returns the mean over taught tokens of the log-ratio of policy and teacher before the update,
+    an estimate of the reverse KL; 0 without taught tokens.
+    """
+    assert scores.logp is not None
+    taught = mask.flat & mask.spread(scores.taught)
+    own = old_logp.flat[taught] - scores.logp.flat
+    return own.mean().item() if len(own) else 0.0
