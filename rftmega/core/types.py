@@ -540,6 +540,8 @@ class Experience(Generic[Column]):
     unsafe: Tensor | None = None  # [B] bool, see Rows
     # of each teacher whose divergence is part of the loss
     teachers: tuple[TeacherScores, ...] = ()
+    # teacher -> its log-probs of the sampled tokens, NaN where it does not teach; for people
+    teacher_logp: dict[str, Column] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -605,6 +607,8 @@ class Experience(Generic[Column]):
                 return RowImages.join(values, [len(part) for part in parts])
             if name == "teachers":
                 return joined_scores(values)
+            if name == "teacher_logp":
+                return {each: Ragged.join([own[each] for own in values]) for each in values[0]}
             if any(value is None for value in values):
                 return None
             if name == "rollout":

@@ -110,13 +110,14 @@ def teacher_numbers(
     """Returns the numbers of a teacher that `asked` names, [N, ...], from its hidden states and LM
     head.
     """
-    if asked.vocabulary == "full":
-        return {"hidden": hidden_NH}
-    if asked.vocabulary == "top_k":
-        ids, buckets = largest_buckets(hidden_NH, head, asked.k, temperature, shard)
-        return {"ids": ids.to(torch.int32), "buckets": buckets}
     own = linear_buckets(hidden_NH, head, targets_N[:, None], temperature, shard)
-    return {"logp": own[:, 0]}
+    found = {"logp": own[:, 0]}
+    if asked.vocabulary == "full":
+        found["hidden"] = hidden_NH
+    if asked.vocabulary == "top_k":
+        ids, found["buckets"] = largest_buckets(hidden_NH, head, asked.k, temperature, shard)
+        found["ids"] = ids.to(torch.int32)
+    return found
 
 
 @dataclass(frozen=True, slots=True)
