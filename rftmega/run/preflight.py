@@ -9,10 +9,8 @@ from rftmega.backends.decoder.describe import (
     describe_any,
     read_config,
     tower_of,
-    unknown_to_transformers,
 )
 from rftmega.backends.decoder.meta_decoder import describe as described
-from rftmega.backends.decoder.meta_decoder import on_meta
 from rftmega.backends.decoder.tensor_plan import styles_of
 from rftmega.config import SERVED_VOCABULARY, ParallelConfig, RunConfig
 from rftmega.config.capabilities import backend_of, engine_of
@@ -32,6 +30,7 @@ from rftmega.model_providers.hf_config import read_hf_config
 from rftmega.model_providers.installed import installed, uses_transformer_engine
 from rftmega.model_providers.output_head import output_head
 from rftmega.model_providers.placement import holdings
+from rftmega.model_providers.transformers_decoders import on_meta, unknown_to_transformers
 from rftmega.models.hf.hf_folder import HFFolder
 from rftmega.models.hf.peft_folder import CONFIG as PEFT_CONFIG
 from rftmega.models.hf.peft_folder import PEFTFolder
@@ -342,9 +341,9 @@ def _engine(config: RunConfig, model: ModelDescription, on: device.Device) -> li
     found = heads_violations(model, config.rollout.tensor, "rollout.tensor")
     if engine_of(config.rollout).vllm_kernels and on.type == "cpu":
         found += _vllm_on_a_cpu(model)
-    path = config.model.path
     by_transformers = engine_of(config.rollout).transformers_class
-    if by_transformers and (unknown := unknown_to_transformers(path)):
+    kind = read_json_object(Path(config.model.path) / "config.json").get("model_type")
+    if by_transformers and (unknown := unknown_to_transformers(kind)):
         found.append(f"rollout.engine=transformers: {unknown}. Set rollout.engine=vllm.")
     return found
 
