@@ -253,10 +253,7 @@ class UnknownFamilyError(CheckpointError):
 def _other_backend(hf_config: Mapping[str, Any]) -> str:
     """Returns what an error says of backend=fsdp for a model that Megatron's does not support."""
     if why := refusal(hf_config):
-        return (
-            f"backend=fsdp can't train it either: {why.rstrip('.')}. Choose another model, or correct model_type in its "
-            "config.json."
-        )
+        return f"backend=fsdp can't train it either: {why.rstrip('.')}. Choose another model, or correct its config.json."
     return "backend=fsdp accepts this config.json: set it, and let `rftmega check` compare the model with transformers."
 
 
