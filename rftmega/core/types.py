@@ -699,7 +699,7 @@ class TokenStats(Generic[Column]):
     entropy: Column | None  # None if not requested
     routes: Column | None = None  # of the tokens, see expert_routes; None: not requested
     # [B, T, teachers]: from each of `Experience.teachers`; None without a teacher
-    divergence: Tensor | None = None
+    divergence: Column | None = None
 
 
 @dataclass(frozen=True, slots=True)
