@@ -398,6 +398,11 @@ class DataConfig:
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     """Additional arguments of the chat template, as {enable_thinking: false} for Qwen3."""
 
+    keep_reasoning: bool = False
+    """Keep the reasoning of the model's earlier turns in its context, though the chat template
+    drops it, so that a conversation of several turns is one sequence.
+    """
+
     chat_template_file: str = ""
     """Jinja file with a chat template that replaces the tokenizer's own."""
 

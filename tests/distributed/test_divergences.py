@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rftmega.models.kernels import linear_divergence as kernel
 from rftmega.models.kernels.chunked_head import Head
 from rftmega.models.kernels.linear_buckets import largest_buckets, linear_buckets
 from rftmega.models.kernels.linear_divergence import DivergenceKind, linear_divergence
@@ -199,3 +200,29 @@ def test_the_likeliest_tokens_of_all_ranks_and_their_tail(ranks: int) -> None:
     for ids, buckets in run_ranks(ranks, largest_body):
         assert torch.equal(ids, best)
         close(buckets, dense_buckets(log_q, best))
+
+
+@pytest.mark.parametrize("kind", DIVERGENCES[::3])
+def test_what_is_compiled_on_a_device_is_what_is_not(kind: DivergenceKind) -> None:
+    assert compiled_by("aot_eager", kind) == pytest.approx(compiled_by(None, kind), abs=1e-6)
+
+
+def compiled_by(backend: str | None, kind: DivergenceKind) -> list[float]:
+    """The divergences and a gradient of two chunks, with padding."""
+    given = {name: value.float() for name, value in tensors(1.0).items()}
+    hidden = given["hidden"].requires_grad_()
+    head = Head(padded(given["weight"], VOCABULARY + 2, 50.0), cap=2.5)
+    teacher_head = Head(padded(given["teacher_weight"], VOCABULARY + 2, 50.0))
+
+    def fused(function: Any) -> Any:
+        return torch.compile(function, backend=backend, fullgraph=True) if backend else function
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernel, "fused", fused)
+        shard = Shard(0, VOCABULARY, None)
+        found = linear_divergence(
+            hidden, given["teacher_hidden"], head, teacher_head, kind, 1.3, shard, chunk=4
+        )
+        (found * given["pull"]).sum().backward()
+    assert hidden.grad is not None
+    return [*found.tolist(), *hidden.grad.flatten().tolist()]

@@ -40,6 +40,7 @@ class Chat:
     template: str | None = None  # instead of the tokenizer's
     given: Mapping[str, Any] = field(default_factory=dict)  # keyword arguments of the template
     tools: Sequence[Mapping[str, Any]] = ()  # specs of functions, in OpenAI's format
+    keep_reasoning: bool = False  # of earlier turns, though the template drops it
 
     @classmethod
     def of(cls, config: DataConfig, tools: Sequence[Mapping[str, Any]] = ()) -> "Chat":
@@ -56,7 +57,13 @@ class Chat:
                 raise DataError(
                     f"data.chat_template_file={file} can't be read: {error}."
                 ) from error
-        return cls(config.system_prompt, template, config.chat_template_kwargs, tuple(tools))
+        return cls(
+            config.system_prompt,
+            template,
+            config.chat_template_kwargs,
+            tuple(tools),
+            config.keep_reasoning,
+        )
 
 
 class ChatTemplate:

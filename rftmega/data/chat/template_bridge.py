@@ -65,15 +65,37 @@ class TemplateBridge:
         """Returns the token ids after a completion if `messages` reply to it; None if the template
         rewrites earlier text. `tools`: function specs.
 
-        `history`: all messages up to and including the completion's, as returned by `message`.
+        `history`: all messages up to and including the completion's, as returned by `message`. With
+        data.keep_reasoning, a template that drops the reasoning of earlier turns counts as one that
+        keeps it: the tokens after the completion are those that it writes after a completion
+        without reasoning.
         """
+        found = self._bridge(completion_ids, messages, tools, history)
+        if found is not None or not self._tokenizer.chat.keep_reasoning:
+            return found
+        spoken = [_without_reasoning(each) for each in history]
+        return self._bridge(completion_ids, messages, tools, spoken, stable=False)
+
+    def _bridge(
+        self,
+        completion_ids: Sequence[int],
+        messages: Messages,
+        tools: Specs,
+        history: Messages,
+        *,
+        stable: bool = True,
+    ) -> Bridge | None:
+        """Returns what `bridge` does; unless `stable`, also if the template rewrites earlier text."""
         try:
             before = self._text(history[:-1], tools, open_=True)
             whole = self._text([*history, *messages], tools, open_=True)
             places = self._places(whole, history, messages, tools)
         except DataError:  # the template refuses such a message, or refuses it here
             return None
-        behind = self._behind(before, whole, completion_ids, history[-1], places[0][0])
+        if stable:
+            behind = self._behind(before, whole, completion_ids, history[-1], places[0][0])
+        else:
+            behind = self._behind_end(whole, completion_ids, places[0][0])
         if behind is None:
             return None
         anchor, start = behind
@@ -113,6 +135,18 @@ class TemplateBridge:
         if last < 0 or last + len(end) > first or not _kept(message, whole[len(before) : last]):
             return None
         return end, last + len(end)
+
+    def _behind_end(
+        self, whole: str, completion_ids: Sequence[int], first: int
+    ) -> tuple[str, int] | None:
+        """Returns (anchor, start) as `_behind` does: behind the last end of a turn before the
+        character `first`. Returns None for a completion without an end.
+        """
+        if not completion_ids or completion_ids[-1] not in self.ends:
+            return None
+        end = text_of(self._tokenizer, completion_ids[-1:])
+        last = whole.rfind(end, 0, first)
+        return None if last < 0 else (end, last + len(end))
 
     def _places(
         self, whole: str, history: Messages, messages: Messages, tools: Specs
@@ -198,6 +232,17 @@ def _behind_thinking(reply: Reply) -> str:
     if closed:
         return behind.lstrip("\n")
     return reply.content + "".join(call.text for call in reply.calls)
+
+
+def _without_reasoning(message: dict[str, Any]) -> dict[str, Any]:
+    """Returns a message of the model without its reasoning; any other message unchanged."""
+    if message.get("role") != "assistant":
+        return message
+    spoken = {key: value for key, value in message.items() if key not in REASONING_KEYS}
+    content = spoken.get("content")
+    if isinstance(content, str) and "</think>" in content:
+        spoken["content"] = content.partition("</think>")[2].lstrip("\n")
+    return spoken
 
 
 def _kept(message: Any, text: str) -> bool:

@@ -16,6 +16,7 @@ from rftmega.config.plugins import plugin_parts
 from rftmega.config.tree import options, unions, walk
 from rftmega.config.validation import violations
 from rftmega.core.errors import ConfigError
+from rftmega.data.chat.template import Chat
 from tests.tiny_models import save_tiny
 from tests.unit.config.observed import (
     averaged,
@@ -168,6 +169,7 @@ OPTIONS: dict[str, Live] = {
     "data.system_prompt": Live("2"),
     "data.chat_template_kwargs": Live("{{a: 1}}"),
     "data.chat_template_file": Live("{train}"),
+    "data.keep_reasoning": Live("true", seen=lambda config: Chat.of(config.data)),
     "data.control_tokens": Live("control"),
     "data.too_long": Live("drop", ("rollout.max_prompt_tokens=3",)),
     "reward.exact_match": Live("2", dead=MAJORITY),

@@ -21,8 +21,15 @@ QUESTION = "1+3? abcd"
 class Rollout:
     """A conversation in one format, and an oracle of all that was sampled in it."""
 
-    def __init__(self, path: Path, form: Format, tools: Sequence[Any] = (TOOL,)):
-        self.tokenizer = tokenizer(path, form, tools=tools)
+    def __init__(
+        self,
+        path: Path,
+        form: Format,
+        tools: Sequence[Any] = (TOOL,),
+        *,
+        keep_reasoning: bool = False,
+    ):
+        self.tokenizer = tokenizer(path, form, tools=tools, keep_reasoning=keep_reasoning)
         self.renderer = ConversationRenderer.of(self.tokenizer)
         ids = self.tokenizer.encode(QUESTION, chat_template=True)
         self.task = Prompt(ids, record=json.dumps({"prompt": QUESTION}))
@@ -119,6 +126,38 @@ def test_ragged_rollouts_keep_every_sampled_token(
     (found,) = rollout.talk.trajectories()
     assert found.token_ids.tolist() == expected
     assert found.loss_mask.tolist() == mask
+
+
+def test_r1s_thinking_is_kept_on_request_as_well(tmp_path: Path) -> None:
+    rollout = Rollout(tmp_path, PLAIN["r1"], (), keep_reasoning=True)
+    for _ in range(2):
+        rollout.completion(PLAIN["r1"].final)
+        rollout.talk.reply([{"role": "user", "content": "Sure?"}])
+    rollout.completion(PLAIN["r1"].final)
+    (found,) = rollout.talk.trajectories()
+    assert int(found.loss_mask.sum()) == sum(map(len, rollout.completions))
+
+
+def test_thinking_that_the_template_drops_is_kept_on_request(tmp_path: Path) -> None:
+    plain, kept = (
+        Rollout(tmp_path / name, FORMATS["qwen3"], keep_reasoning=keep)
+        for name, keep in (("plain", False), ("kept", True))
+    )
+    for rollout in (plain, kept):
+        for number in range(3):
+            rollout.completion(f"<think>\nHm {number}.\n</think>\n\nFour.<|im_end|>")
+            if number < 2:
+                rollout.talk.reply([{"role": "user", "content": "Sure?"}])
+    assert len(plain.talk.trajectories()) == 3
+    (found,) = kept.talk.trajectories()
+    bridge = kept.tokenizer.encode_reply(
+        "\n<|im_start|>user\nSure?<|im_end|>\n<|im_start|>assistant\n"
+    )
+    one, two, three = kept.completions
+    assert found.token_ids.tolist() == [
+        *kept.task.token_ids, *one, *bridge, *two, *bridge, *three,
+    ]  # fmt: skip
+    assert int(found.loss_mask.sum()) == len(one) + len(two) + len(three)
 
 
 def test_where_thinking_is_dropped_another_trajectory_begins_and_learns_no_history(
