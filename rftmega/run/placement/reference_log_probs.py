@@ -46,9 +46,10 @@ class ReferenceLogProbs:
         self.model, self.world = model, world
         self.path = Path(config.trainer.output) / FILE
         self.made_by = made_by(config, model)
-        said: list[Sums | None] = [read(self.path, self.made_by) if world.is_main else None]
-        dist.broadcast_object_list(said, src=0)
-        self.sums: Sums = said[0] or {}
+        said = [read(self.path, self.made_by) if world.is_main else {}]
+        if world.size > 1:
+            dist.broadcast_object_list(said, src=0)
+        self.sums: Sums = said[0]
 
     def __call__(self, example: Example) -> float:
         """Returns the log-prob of the example's response, which `score` has computed."""
