@@ -160,18 +160,27 @@ def with_mismatched(examples: Examples[Preference]) -> Examples[Preference]:
 
     An example's mismatched responses depend on the data set alone, not on the batch that it is in.
     """
-    size = len(examples)
-    following = [(place + 1) % size for place in range(size)]
-    for _ in range(2):  # the second time sees what follows the last example
-        for place in reversed(range(size)):
-            after = (place + 1) % size
-            same = examples[after].prompt == examples[place].prompt
-            following[place] = following[after] if same else after
+    places = _following([example.prompt for example in examples])
     found = [
-        replace(each, mismatched=each.with_responses_of(examples[following[place]]))
-        for place, each in enumerate(examples)
+        replace(each, mismatched=each.with_responses_of(examples[place]))
+        for each, place in zip(examples, places, strict=True)
     ]
     return Examples(found, examples.identities)
+
+
+def _following(prompts: Sequence[Any]) -> list[int]:
+    """Returns, for each place, the next one with another prompt, where the first place follows the
+    last one; the next place if all prompts are equal.
+    """
+    size = len(prompts)
+    found = [(place + 1) % size for place in range(size)]
+    if all(prompt == prompts[0] for prompt in prompts):
+        return found
+    for _ in range(2):  # the second time sees what follows the last place
+        for place in reversed(range(size)):
+            after = (place + 1) % size
+            found[place] = found[after] if prompts[after] == prompts[place] else after
+    return found
 
 
 def preference_rows(
