@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from rftmega.config import AlgorithmConfig, LoRA, OptimizerConfig, ParallelConfig
 from rftmega.config.options.preference import (
@@ -35,6 +35,8 @@ from tests.layouts import config_of, rows_of
 from tests.plain_loop import log_probs
 from tests.ranks import run_ranks
 from tests.tiny_models import save_tiny
+from tests.tiny_vision import save_tiny_vision
+from tests.vision_rows import PROMPTS, transformers_log_probs, vision_rows
 
 P = ParallelConfig
 OPTIMIZER = OptimizerConfig(learning_rate=4e-3, epsilon=1e-4, weight_decay=0.1, clip_grad=0.0)
@@ -238,3 +240,68 @@ def test_adapters_are_compared_with_the_base_model(
     output = tmp_path / "output"
     for found in run_ranks(2, learn_body, folder, output, P(), str(adapter), backend, ["dpo"]):
         assert_alike(found["dpo"], of_plain)
+
+
+def seen_body(
+    world: Any, folder: Path, output: Path, parallel: ParallelConfig, backend: str
+) -> Any:
+    """The reference's sums and the losses of IPO, of pairs with images."""
+    config = config_of(folder, parallel, OPTIMIZER, backend=backend, token_cap=120)
+    config.algorithm = AlgorithmConfig(task="preference", preference=PreferenceIPO(beta=0.7))
+    config.trainer.output = str(output)
+    policy = built_backend(config).policy(config)
+    tokens, placed = vision_rows(folder)
+    parts = [
+        Example(tuple(ids[:prompt]), tuple(ids[prompt:]), images=own)
+        for ids, own, prompt in zip(tokens, placed, PROMPTS, strict=True)
+    ]
+    examples = [
+        Preference((parts[row], parts[row + 1]), (True, False)) for row in range(0, len(parts), 2)
+    ]
+    order = PromptOrder(examples, batch_size=len(examples), seed=0)
+    collate = collate_of(config, policy, order, {}, world)
+    trainer = Algorithm(config).preferring(policy, policy, collate)
+    reference = collate(examples).rows.reference_sum
+    losses = [trainer.train_step(examples)["loss"] for _ in range(STEPS)]
+    return reference, losses
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("backend", "parallel"),
+    [("megatron", P(pipeline=2)), ("megatron", P(context=2)), ("fsdp", P())],
+)
+def test_responses_to_images_are_compared_as_in_transformers(
+    backend: str, parallel: ParallelConfig, tmp_path: Path
+) -> None:
+    folder = save_tiny_vision(tmp_path / "model", "qwen2_5_vl")
+    model = AutoModelForImageTextToText.from_pretrained(folder, attn_implementation="eager")
+    tokens, placed = vision_rows(folder)
+    adam = torch.optim.AdamW(
+        [
+            {
+                "params": [each for each in model.parameters() if (each.dim() == 1) is flat],
+                "weight_decay": 0.0 if flat else OPTIMIZER.weight_decay,
+            }
+            for flat in (False, True)
+        ],
+        OPTIMIZER.learning_rate, betas=(0.9, 0.95), eps=1e-4,
+    )  # fmt: skip
+    reference: list[float] = []
+    wanted = []
+    for _ in range(STEPS):
+        every = transformers_log_probs(model, tokens, placed)
+        own = [logp[prompt - 1 :] for logp, prompt in zip(every, PROMPTS, strict=True)]
+        reference = reference or [x.sum().item() for x in own]
+        both = zip(own, reference, strict=True)  # one row has no response
+        ratios = [(x.sum() - ref) / max(len(x), 1) for x, ref in both]
+        pairs = zip(ratios[0::2], ratios[1::2], strict=True)
+        loss = torch.stack([(a - b - 1 / 1.4) ** 2 for a, b in pairs]).mean()
+        adam.zero_grad()
+        loss.backward()
+        adam.step()
+        wanted.append(loss.item())
+    for sums, losses in run_ranks(2, seen_body, folder, tmp_path / "output", parallel, backend):
+        assert sums.tolist() == pytest.approx(reference, rel=1e-5)
+        assert losses == pytest.approx(wanted, rel=1e-4)
+        assert abs(losses[1] - losses[0]) > 1e-3, "nothing was learnt"

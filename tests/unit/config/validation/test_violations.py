@@ -659,6 +659,7 @@ TEXTS = (  # options that are texts and neither paths nor choices
             "response",
             "chosen",
             "rejected",
+            "desirable",
             "images",
             "videos",
             "audio",
