@@ -40,6 +40,8 @@ from tests.vision_rows import PROMPTS, transformers_log_probs, vision_rows
 
 P = ParallelConfig
 OPTIMIZER = OptimizerConfig(learning_rate=4e-3, epsilon=1e-4, weight_decay=0.1, clip_grad=0.0)
+# a large epsilon: what a tower learns from a tiny gradient depends on its rounding otherwise
+NEARLY_PLAIN = replace(OPTIMIZER, learning_rate=2e-2, epsilon=1.0)
 STEPS, UPDATES, CAP = 2, 2, 40
 RANK, ALPHA = 4, 6.0
 LOSSES: dict[str, PreferenceLoss] = {
@@ -242,18 +244,25 @@ def test_adapters_are_compared_with_the_base_model(
         assert_alike(found["dpo"], of_plain)
 
 
+def rows_that_see(folder: Path) -> list[Any]:
+    """Token ids, images and prompt lengths of the rows that have a response."""
+    tokens, placed = vision_rows(folder)
+    return [each for each in zip(tokens, placed, PROMPTS, strict=True) if len(each[0]) > each[2]][
+        :4
+    ]
+
+
 def seen_body(
     world: Any, folder: Path, output: Path, parallel: ParallelConfig, backend: str
 ) -> Any:
     """The reference's sums and the losses of IPO, of pairs with images."""
-    config = config_of(folder, parallel, OPTIMIZER, backend=backend, token_cap=120)
+    config = config_of(folder, parallel, NEARLY_PLAIN, backend=backend, token_cap=120)
     config.algorithm = AlgorithmConfig(task="preference", preference=PreferenceIPO(beta=0.7))
     config.trainer.output = str(output)
     policy = built_backend(config).policy(config)
-    tokens, placed = vision_rows(folder)
     parts = [
         Example(tuple(ids[:prompt]), tuple(ids[prompt:]), images=own)
-        for ids, own, prompt in zip(tokens, placed, PROMPTS, strict=True)
+        for ids, own, prompt in rows_that_see(folder)
     ]
     examples = [
         Preference((parts[row], parts[row + 1]), (True, False)) for row in range(0, len(parts), 2)
@@ -276,7 +285,7 @@ def test_responses_to_images_are_compared_as_in_transformers(
 ) -> None:
     folder = save_tiny_vision(tmp_path / "model", "qwen2_5_vl")
     model = AutoModelForImageTextToText.from_pretrained(folder, attn_implementation="eager")
-    tokens, placed = vision_rows(folder)
+    tokens, placed, prompts = zip(*rows_that_see(folder), strict=True)
     adam = torch.optim.AdamW(
         [
             {
@@ -285,16 +294,15 @@ def test_responses_to_images_are_compared_as_in_transformers(
             }
             for flat in (False, True)
         ],
-        OPTIMIZER.learning_rate, betas=(0.9, 0.95), eps=1e-4,
+        NEARLY_PLAIN.learning_rate, betas=(0.9, 0.95), eps=1.0,
     )  # fmt: skip
     reference: list[float] = []
     wanted = []
     for _ in range(STEPS):
-        every = transformers_log_probs(model, tokens, placed)
-        own = [logp[prompt - 1 :] for logp, prompt in zip(every, PROMPTS, strict=True)]
+        every = transformers_log_probs(model, list(tokens), list(placed))
+        own = [logp[prompt - 1 :] for logp, prompt in zip(every, prompts, strict=True)]
         reference = reference or [x.sum().item() for x in own]
-        both = zip(own, reference, strict=True)  # one row has no response
-        ratios = [(x.sum() - ref) / max(len(x), 1) for x, ref in both]
+        ratios = [(x.sum() - ref) / len(x) for x, ref in zip(own, reference, strict=True)]
         pairs = zip(ratios[0::2], ratios[1::2], strict=True)
         loss = torch.stack([(a - b - 1 / 1.4) ** 2 for a, b in pairs]).mean()
         adam.zero_grad()
