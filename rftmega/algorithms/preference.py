@@ -80,7 +80,7 @@ def _dpo(options: PreferenceLoss, responses: Responses) -> tuple[Tensor, Pairs, 
     """Returns (loss, implicit rewards, further metrics) of each pair: DPO (arXiv:2305.18290, eq.
     7), with label smoothing e: -(1 - e) log sigmoid(margin) - e log sigmoid(-margin).
 
-    With nll_coef, adds the chosen response's -log p per token (arXiv:2404.19733, eq. 1).
+    With nll_coef, adds the chosen response's -log p per token (RPO, arXiv:2404.19733).
     """
     assert isinstance(options, DPO)
     chosen, rejected = reward = _pairs(options.beta * responses.log_ratios)
@@ -144,7 +144,7 @@ def _log_odds(logp: Tensor) -> Tensor:
 
 
 def _kto(options: KTO, *, paired: bool) -> LossFn:
-    """Returns the loss function of KTO (arXiv:2402.01306, eq. 7 and 8): weight x (1 - sigmoid(beta
+    """Returns the loss function of KTO (arXiv:2402.01306, section 4): weight x (1 - sigmoid(beta
     (log-ratio - z0))) of a desirable response, weight x (1 - sigmoid(beta (z0 - log-ratio))) of an
     undesirable one; z0 is `Experience.kl_baseline`.
 

@@ -58,7 +58,7 @@ class PreferenceTrainer(Trainer):
 
 
 def with_baseline(experience: Experience, policy: Scorer, mismatched: Rows) -> Experience:
-    """Returns the experience with KTO's baseline z0 (arXiv:2402.01306, section 4.1): the mean
+    """Returns the experience with KTO's baseline z0 (arXiv:2402.01306, section 4): the mean
     log-ratio of policy and reference on responses to other prompts, but at least 0.
 
     It is one number for all rows of an optimizer step, computed before the step, so it depends
