@@ -224,7 +224,7 @@ def _preferences(
     else:
         found = load_labelled(source, tokenizer, config.data, **given)
     _check_media(config, media, found, places, rank, ranks)
-    return with_mismatched(found) if config.algorithm.preference.takes_labels else found
+    return with_mismatched(found) if config.algorithm.scores_mismatched else found
 
 
 def _check_media(

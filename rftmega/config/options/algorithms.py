@@ -482,6 +482,11 @@ class AlgorithmConfig:
         return self.task == "preference" and self.preference.needs_reference
 
     @property
+    def scores_mismatched(self) -> bool:
+        """Returns whether each optimizer step scores mismatched responses first, for KTO's baseline."""
+        return self.task == "preference" and self.preference.takes_labels
+
+    @property
     def reads_reference(self) -> bool:
         """Returns whether log-probs under the starting policy are computed at all."""
         return self.kl.coef > 0 or self.scores_reference_once
