@@ -1,5 +1,7 @@
 """Policy loss per token, without reduction: a `TokenLoss` holds value, weight and count."""
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -20,15 +22,18 @@ def policy_loss(
     kl_coef: float | KLController = 0.0,
     kl_estimator: str = "k3",
     entropy_coef: float = 0.0,
+    teachers: Mapping[str, float] | None = None,
     aggregation: Aggregation = token_mean,
 ) -> LossFn:
     """Returns the policy's loss function: surrogate + kl_coef x KL to the reference - entropy_coef
-    x entropy, per token, with the token weights of `aggregation`.
+    x entropy + the divergence from each teacher x its weight, per token, with the token weights of
+    `aggregation`.
 
     `options` selects the surrogate, which is multiplied by the importance weight of `correction`;
     `kl_estimator` is a key of ESTIMATORS: k1, k2, k3 or unbiased. `high_entropy_share` below 1 trains only on
     that share of each completion's tokens, those with the highest entropy (after arXiv:2506.01939,
-    which takes the share over the batch).
+    which takes the share over the batch). `teachers`: name -> weight, in the order of
+    `Experience.teachers`; divergences are 0 for tokens that a teacher does not teach.
 
     Metrics are means over all response tokens, except `policy_loss`, which is aggregated like the
     loss, and `clip_fraction`, the share of the trained tokens (for gspo: of the completions) whose
@@ -61,6 +66,11 @@ def policy_loss(
             shown["entropy"] = entropy
             if entropy_coef:
                 value = value - entropy_coef * entropy
+        for number, (name, teacher_weight) in enumerate((teachers or {}).items()):
+            assert stats.divergence is not None, "the forward pass computes it"
+            divergence = torch.where(mask, stats.divergence[..., number], 0.0)
+            shown[f"{name}_divergence"] = divergence
+            value = value + teacher_weight * divergence
             if high_entropy_share < 1:
                 kept = mask & highest(entropy.detach(), mask, high_entropy_share)
         shares = experience.shares

@@ -23,6 +23,7 @@ from rftmega.config.options.algorithms import (
     IPO,
     SAPO,
     Clip,
+    NoPolicyLoss,
     ScoreFunction,
 )
 from rftmega.config.options.parts import PolicyLoss, implements
@@ -210,6 +211,12 @@ def left_trust_region(
     if isinstance(options, IPO):
         return moved.abs() > options.threshold
     return torch.where(advantage > 0, moved > options.high, moved < -options.low)
+
+
+@implements(NoPolicyLoss)
+def none(log_ratio: Tensor, advantage: Tensor, mask: Tensor, options: NoPolicyLoss) -> Tensor:
+    """Returns zeros, [B, T]."""
+    return torch.zeros_like(log_ratio)
 
 
 def clip_binds(

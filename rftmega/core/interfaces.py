@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 from rftmega.core.ragged import Ragged
 from rftmega.core.shards import Shard
+from rftmega.core.teacher_scores import TeacherRequest, TeacherScores
 from rftmega.core.types import (
     Auxiliary,
     Column,
@@ -229,6 +230,15 @@ class Policy(Scorer, Protocol):
         """
 
 
+class TeacherScorer(Protocol):
+    """TeacherScorer is a model that teaches the policy."""
+
+    def teach(self, rows: Rows[Any], request: TeacherRequest) -> TeacherScores:
+        """Returns the requested numbers of the tokens that the mask of `rows` marks, on the host,
+        without gradient. All rows are taught.
+        """
+
+
 class ValueScorer(Protocol):
     """ValueScorer computes state values of rows."""
 
@@ -352,6 +362,7 @@ class Machinery(Protocol):
     policy: Policy
     critic: ValueModel | None
     scoring_models: Mapping[str, ValueModel]
+    teachers: Sequence[TeacherScorer]  # of algorithm.teachers
 
 
 class Checkpoints(Protocol):

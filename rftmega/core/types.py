@@ -25,6 +25,7 @@ from typing_extensions import TypeVar
 from rftmega.core import expert_routes
 from rftmega.core.media_positions import Placed, RowImages, placed_from_state
 from rftmega.core.ragged import Ragged
+from rftmega.core.teacher_scores import TeacherScores, joined_scores
 
 Metrics = dict[str, float]
 # prefix of a step's metrics that add up over optimizer steps, such as tokens
@@ -32,6 +33,13 @@ COUNT = "count of "
 # a column of a batch: padded, [B, T], or Ragged
 Column = TypeVar("Column", Tensor, Ragged, default=Tensor)
 UNKNOWN = -1  # pads rows of versions
+
+
+class Taught(NamedTuple):
+    """Taught holds what a teacher needs to teach a prompt, from the prompt's record."""
+
+    token_ids: tuple[int, ...] = ()  # the teacher's own prompt; (): the policy's
+    gate: float | None = None  # the teacher's mean score on the prompt; None: there is no gate
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,11 +58,15 @@ class Prompt:
     task: int = 0  # its number among the prompts that the run draws; seeds depend on it
     # in the order of their positions; `token_ids` has one placeholder per feature
     images: tuple[Placed, ...] = ()
+    # one per teacher, None for one that does not teach the prompt; (): all teach it alike
+    teachers: tuple[Taught | None, ...] = ()
 
     def state(self) -> list[Any]:
         """Returns the prompt as a JSON list; images that are not in a file become tensors."""
         plain = [self.label, self.index, self.kind, self.record, self.task]
-        return [list(self.token_ids), *plain, [each.state() for each in self.images]]
+        images = [each.state() for each in self.images]
+        teachers = [each and [list(each.token_ids), each.gate] for each in self.teachers]
+        return [list(self.token_ids), *plain, images, teachers]
 
     @staticmethod
     def from_state(state: Sequence[Any]) -> "Prompt":
@@ -64,7 +76,13 @@ class Prompt:
         token_ids, *plain = state[:6]
         known = dict(zip(("label", "index", "kind", "record", "task"), plain, strict=False))
         images = state[6] if len(state) > 6 else ()
-        return Prompt(tuple(token_ids), **known, images=tuple(map(placed_from_state, images)))
+        teachers = state[7] if len(state) > 7 else ()
+        return Prompt(
+            tuple(token_ids),
+            **known,
+            images=tuple(map(placed_from_state, images)),
+            teachers=tuple(each and Taught(tuple(each[0]), each[1]) for each in teachers),
+        )
 
 
 class Sampling(NamedTuple):
@@ -538,6 +556,8 @@ class Experience(Generic[Column]):
     reference_sum: Tensor | None = None  # [B] float64, see Rows
     # [B] float64: KTO's estimate of the KL to the reference, the same for all rows of a step
     kl_baseline: Tensor | None = None
+    # of each teacher whose divergence is part of the loss
+    teachers: tuple[TeacherScores, ...] = ()
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -601,6 +621,8 @@ class Experience(Generic[Column]):
                 return _joined_routes(parts)
             if name == "images":
                 return RowImages.join(values, [len(part) for part in parts])
+            if name == "teachers":
+                return joined_scores(values)
             if any(value is None for value in values):
                 return None
             if name == "rollout":
@@ -622,7 +644,7 @@ def _mapped(batch: Any, change: Callable[[str, Any], Any]) -> Any:
             pass  # independent of the columns' layout
         elif isinstance(value, dict):
             value = {name: change(name, part) for name, part in value.items()}
-        elif value is not None and each.name not in ("prompts", "turns"):
+        elif value is not None and each.name not in ("prompts", "turns", "teachers"):
             value = change(each.name, value)
         found[each.name] = value
     return type(batch)(**found)
@@ -644,6 +666,8 @@ def _selected(batch: Any, index: Tensor) -> Any:
         own = [batch.prompts[row] for row in index.tolist()]
         turns = [batch.turns[row] for row in index.tolist()] if batch.turns else ()
         return replace(found, rows=rows, prompts=own, turns=turns)
+    if isinstance(batch, Experience):
+        found = replace(found, teachers=tuple(each.select(index) for each in batch.teachers))
     return _with_images(found, batch.images, index)
 
 
@@ -688,6 +712,8 @@ class TokenStats(Generic[Column]):
     logp: Column
     entropy: Column | None  # None if not requested
     routes: Column | None = None  # of the tokens, see expert_routes; None: not requested
+    # [B, T, teachers]: from each of `Experience.teachers`; None without a teacher
+    divergence: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)

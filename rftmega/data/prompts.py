@@ -2,6 +2,9 @@
 
 import json
 import math
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
 from datetime import date, time, timedelta
 from decimal import Decimal
 from functools import partial
@@ -9,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from rftmega.config import DataConfig
+from rftmega.config.options.teachers import Teacher
 from rftmega.core.errors import DataError
 from rftmega.core.json_files import NotJSON, parse_json
-from rftmega.core.types import Prompt
+from rftmega.core.types import Prompt, Taught
 from rftmega.data.chat.media_parts import media_moved
 from rftmega.data.encoder import Encoder, check_continued
 from rftmega.data.examples import load_examples, required
@@ -40,6 +44,7 @@ def load_prompts(
     max_videos: int = 0,
     places: list[str] | None = None,
     most: int | None = None,
+    teachers: Sequence[Teacher] = (),
 ) -> list[Prompt]:
     """Returns one Prompt per record of `source`. `columns`: each Prompt also keeps its record's
     columns as JSON. `shown`: it keeps them at least for people, with texts cut to LONGEST_SHOWN
@@ -48,7 +53,8 @@ def load_prompts(
     `processor`: of a vision-language model, whose prompts may have `max_images` images and
     `max_videos` videos, or of an audio-language model, whose prompts may have `max_images`
     waveforms. The location of each prompt in the file is appended to `places`. `most`: maximum
-    number of records to read, None: all.
+    number of records to read, None: all. `teachers`: read columns of the
+    records.
 
     Raises DataError that lists the records that can't be read, lack a key, hold a wrong type or are
     too long.
@@ -60,7 +66,7 @@ def load_prompts(
     )
     return load_examples(
         source,
-        partial(_parse, encoder, columns, shown, reader),
+        partial(_parse, encoder, columns, shown, reader, teachers),
         too_long=config.too_long,
         noun="prompts",
         places=places,
@@ -74,6 +80,7 @@ def _parse(
     columns: bool,
     shown: bool,
     reader: MediaReader,
+    teachers: Sequence[Teacher],
     record: Record,
     index: int,
 ) -> Prompt:
@@ -105,7 +112,41 @@ def _parse(
         kept = _columns(text, without_contents(record, config), config)
     elif shown:
         kept = _shown_columns(text, without_contents(record, config))
-    return Prompt(ids, label=str(label), index=index, kind=kind, record=kept, images=images)
+    taught: tuple[Taught | None, ...] = ()
+    if any(teacher.reads_columns for teacher in teachers):
+        taught = tuple(_taught(encoder, record, teacher) for teacher in teachers)
+    return Prompt(
+        ids,
+        label=str(label),
+        index=index,
+        kind=kind,
+        record=kept,
+        images=images,
+        teachers=taught,
+    )
+
+
+def _taught(encoder: Encoder, record: Record, teacher: Teacher) -> Taught | None:
+    """Returns what a teacher needs to teach the prompt of a record; None if it does not teach it."""
+    given = {key: required(record, key, "algorithm.teachers[].when") for key in teacher.when}
+    if any(str(given[key]) != value for key, value in teacher.when.items()):
+        return None
+    gate = _gate(record, teacher.gate) if teacher.gate else None
+    if not teacher.prompt:
+        return Taught(gate=gate)
+    config = replace(encoder.config, prompt_key=teacher.prompt)
+    own = replace(encoder, config=config, max_prompt_tokens=sys.maxsize)
+    return Taught(own.prompt(own.given_prompt(record)), gate)
+
+
+def _gate(record: Record, key: str) -> float:
+    score = required(record, key, "algorithm.teachers[].gate")
+    if isinstance(score, bool) or not isinstance(score, int | float) or not math.isfinite(score):
+        raise DataError(
+            f'"{key}" must be a number, the mean score of the teacher on the prompt, not {str(score)[:40]!r} (the key is set by '
+            "algorithm.teachers[].gate). `rftmega evaluate --keep` gives a teacher's scores."
+        )
+    return float(score)
 
 
 def _columns(prompt: Any, record: Record, config: DataConfig) -> str:

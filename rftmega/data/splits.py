@@ -8,6 +8,7 @@ from functools import cache, partial
 from typing import Any
 
 from rftmega.config import RunConfig, task_source
+from rftmega.config.options.teachers import Teacher
 from rftmega.core.errors import DataError
 from rftmega.core.types import Prompt
 from rftmega.data.media.audio_processor import AudioProcessor
@@ -56,7 +57,7 @@ def prompts_of(
         return {name: load(source) for name, source in config.data.held_out.items()}
 
     def load_training(source: str) -> list[Prompt]:
-        found = load(source)
+        found = load(source, teachers=config.algorithm.teachers)
         if task_source(source) is None or most is not None:
             return found
         return _without(found, source, [each for own in held_out().values() for each in own])
@@ -121,6 +122,7 @@ def _prompts(
     source: str,
     *,
     columns: bool = False,
+    teachers: Sequence[Teacher] = (),
 ) -> list[Prompt]:
     """Returns the checked prompts of the data source `source`. `media`: the model's inputs other than text;
     the other arguments as of `prompts_of` and `held_out_of`.
@@ -138,6 +140,7 @@ def _prompts(
         max_videos=media.max_videos,
         places=places,
         most=most,
+        teachers=teachers,
     )
     try:
         check(prompts)

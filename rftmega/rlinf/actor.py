@@ -86,7 +86,9 @@ class ReinforcedActor(ABC):
             environment=environment,
         )
         strategy, algorithm = self.strategy, Algorithm(cfg)
-        self.maker = algorithm.maker(strategy.policy, strategy.critic, strategy.host)
+        self.maker = algorithm.maker(
+            strategy.policy, strategy.critic, strategy.host, algorithm.asked(strategy)
+        )
         self.learner = algorithm.learner(strategy.policy, strategy.critic, host=strategy.host)
         self.refill = algorithm.refill(strategy.host)
         self.gate = algorithm.gate(strategy)
@@ -180,6 +182,9 @@ class _PolicyOf:
 
     def policy(self, config: RunConfig) -> TrainablePolicy:
         return self.actor.build_policy()
+
+    def teacher(self, config: RunConfig) -> TrainablePolicy:
+        return self.backend.teacher(config)
 
     def value_model(self, config: RunConfig, *, role: Any) -> TrainableValues:
         return self.backend.value_model(config, role=role)

@@ -32,11 +32,16 @@ def fetched(config: RunConfig, *, weights: bool = True) -> RunConfig:
     def model(option: str, path: str) -> str:
         return _local(option, path, "model", patterns)
 
+    teachers = [
+        replace(each, path=model("algorithm.teachers[].path", each.path)) if each.loads else each
+        for each in config.algorithm.teachers
+    ]
     reward_model = model("reward.model_path", config.reward.model_path)
     cost_model = model("reward.cost_path", config.reward.cost_path)
     return replace(
         config,
         model=replace(config.model, path=model("model.path", config.model.path)),
+        algorithm=replace(config.algorithm, teachers=teachers),
         critic=replace(config.critic, path=model("critic.path", config.critic.path)),
         reward=replace(config.reward, model_path=reward_model, cost_path=cost_model),
         data=_data(config.data) if weights else config.data,

@@ -16,12 +16,14 @@ from rftmega.backends.decoder.meta_decoder import on_meta
 from rftmega.backends.decoder.tensor_plan import styles_of
 from rftmega.config import SERVED_VOCABULARY, ParallelConfig, RunConfig
 from rftmega.config.capabilities import backend_of, engine_of
+from rftmega.config.options.teachers import names_of
 from rftmega.config.validation import violations
 from rftmega.converters import shard_shape, table
 from rftmega.converters.adapters import adapted_layers
 from rftmega.core.errors import CheckpointError, ConfigError
 from rftmega.core.json_files import read_json_object
 from rftmega.core.shards import LINEAR, OF_VOCABULARY
+from rftmega.data.same_tokenizer import different_tokens
 from rftmega.model_providers.description import (
     ModelDescription,
     describe,
@@ -82,7 +84,8 @@ def preflight(
             longest = config.rollout.max_row_tokens
             found += beyond_its_positions(read_config(config.model.path), longest)
             found += _output_head(config)
-        found += _value_models(config, model) + _adapters(config, model)
+        found += _value_models(config, model) + _teachers(config, model)
+        found += _adapters(config, model)
         megatron = backend_of(config).layouts
         if (
             megatron
@@ -397,6 +400,36 @@ def _value_models(config: RunConfig, policy: ModelDescription) -> list[str]:
                 f"{chosen.option}={path} holds no {HEAD}: a policy says nothing about answers. Give a {what}."
             ]
         found += reasons
+    return found
+
+
+def _teachers(config: RunConfig, policy: ModelDescription) -> list[str]:
+    """Returns the problems of the teachers that the run holds; `policy`: the policy, whose tokens
+    they must have.
+    """
+    found = []
+    teachers = config.algorithm.teachers
+    for name, teacher in zip(names_of(teachers), teachers, strict=True):
+        if not teacher.loads:
+            continue
+        option, path, longest = f"{name}: path", teacher.path, config.rollout.max_row_tokens
+        try:
+            model = _described(config, path)
+        except CheckpointError as error:
+            found.append(f"algorithm.teachers: {option}: {error}")
+            continue
+        reasons = _layout_violations(config, path, model, teacher.parallel)
+        if other := different_tokens(config.model.path, path):
+            reasons.append(f"{other}. Take a teacher with the policy's tokenizer.")
+        if teacher.vocabulary == "top_k" and teacher.top_k >= model.vocabulary:
+            reasons.append(
+                f"top_k={teacher.top_k} must be below its vocabulary, {model.vocabulary}."
+            )
+        if model.max_positions < longest:
+            reasons.append(
+                f"it knows {model.max_positions} positions, and rows have up to {longest} tokens."
+            )
+        found += [f"algorithm.teachers: {option}={path}: {reason}" for reason in reasons]
     return found
 
 

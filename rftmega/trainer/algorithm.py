@@ -2,9 +2,9 @@
 mismatch gate.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from rftmega.algorithms.aggregation import Aggregation, aggregation_of
 from rftmega.algorithms.kl import KLController
@@ -16,10 +16,21 @@ from rftmega.algorithms.supervised import cost_loss, cross_entropy_loss, pairwis
 from rftmega.algorithms.values import value_loss
 from rftmega.config import RunConfig, without_secrets
 from rftmega.config.capabilities import engine_of
-from rftmega.core.interfaces import Host, Machinery, Policy, Reward, Scorer, ValueModel, ValueScorer
+from rftmega.config.options.teachers import names_of
+from rftmega.core.interfaces import (
+    Host,
+    Machinery,
+    Policy,
+    Reward,
+    Scorer,
+    TeacherScorer,
+    ValueModel,
+    ValueScorer,
+)
 from rftmega.core.types import LossFn
 from rftmega.trainer.dynamic_sampler import DynamicSampler
 from rftmega.trainer.experience import ExperienceMaker, ReplayBuffer, model_rewards
+from rftmega.trainer.experience.teachers import AskedTeacher
 from rftmega.trainer.journal import Journal, Journaled
 from rftmega.trainer.learner import Learner
 from rftmega.trainer.logprob_mismatch.gate import GapGate, limits_of
@@ -31,6 +42,12 @@ from rftmega.trainer.replay_mixer import ReplayMixer
 from rftmega.trainer.rollout_schedules import Asynchronous, OneAhead, Replayed, Synchronous
 from rftmega.trainer.supervised import Learns, SupervisedTrainer
 from rftmega.trainer.trained_order import read_order
+
+
+class HasTeachers(Protocol):
+    """A part of `Machinery`."""
+
+    teachers: Sequence[TeacherScorer]
 
 
 class Algorithm:
@@ -65,7 +82,7 @@ class Algorithm:
             engine=machinery.engine,
             weights=machinery.weights,
             reward=reward,
-            maker=self.maker(machinery.policy, machinery.critic, built.host),
+            maker=self.maker(machinery.policy, machinery.critic, built.host, self.asked(built)),
             learner=self.learner(built.policy, built.critic, given, journal, built.host),
             sampling=StepSampling(
                 config.rollout.samples_per_prompt,
@@ -140,8 +157,9 @@ class Algorithm:
         policy: Scorer,
         critic: ValueScorer | None = None,
         host: Host | None = None,
+        teachers: Sequence[AskedTeacher] = (),
     ) -> ExperienceMaker:
-        return ExperienceMaker(
+        found = ExperienceMaker(
             policy,
             self.chosen,
             critic=critic,
@@ -149,6 +167,15 @@ class Algorithm:
             shape=self.shaping(),
             host=host,
         )
+        found.teachers = teachers
+        return found
+
+    def asked(self, built: HasTeachers) -> list[AskedTeacher]:
+        """Returns the teachers of `built`, those of algorithm.teachers, with their options."""
+        if not (chosen := self.chosen.teachers):
+            return []
+        numbers = range(len(chosen))
+        return list(map(AskedTeacher, numbers, names_of(chosen), chosen, built.teachers))
 
     def shaping(self) -> Shaping:
         """Returns the reward shaping that is applied before advantages are computed."""
@@ -267,6 +294,11 @@ class Algorithm:
             kl_coef=self.kl if chosen.kl.placement == "loss" else 0.0,
             kl_estimator=chosen.kl.estimator,
             entropy_coef=chosen.entropy_coef,
+            teachers={
+                name: teacher.weight
+                for name, teacher in zip(names_of(chosen.teachers), chosen.teachers, strict=True)
+                if teacher.signal == "loss"
+            },
             aggregation=self.aggregation,
         )
 

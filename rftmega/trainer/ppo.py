@@ -174,7 +174,7 @@ class PPOTrainer(Trainer):
             metrics |= replayed | self.weights.push(version=self.step)
         for callback in self.callbacks:
             callback.on_experience(self, samples, scored.experience)
-        return metrics | scored.measured.metrics | seen
+        return metrics | scored.measured.metrics | self.maker.measured | seen
 
     def _roll_out(self, batch: Sequence[Prompt]) -> tuple[Samples[Ragged], Metrics]:
         """Returns the scored rows of a step's rollouts, and metrics of the rollout phase."""

@@ -134,7 +134,7 @@ def fused_by(backend: str | None) -> Any:
         return torch.compile(function, backend=backend, fullgraph=True) if backend else function
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(linear_log_probs, "_fused", compiled)
+        patch.setattr(linear_log_probs, "fused", compiled)
         shard = Shard(0, VOCABULARY, None)
         logp, entropy = linear_stats(
             hidden, padded, targets, temperature, shard, bias=biases, chunk=4

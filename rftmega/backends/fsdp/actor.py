@@ -1,15 +1,24 @@
 """FSDPActor: the policy model with sharded parameters."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from typing import Any
+
+from torch import Tensor
 
 from rftmega.backends.fsdp.adapters import ShardedAdapters
 from rftmega.backends.fsdp.manager import FSDPModelManager
 from rftmega.backends.fsdp.mesh import ShardingMesh
+from rftmega.backends.fsdp.module import LogProbHead
 from rftmega.backends.fsdp.runner import FSDPRunner
 from rftmega.backends.fsdp.trainable import FSDPModel
 from rftmega.config import RunConfig
+from rftmega.core.errors import CheckpointError
+from rftmega.core.teacher_scores import TeacherRequest, TeacherScores
 from rftmega.core.types import Column, Metrics, Rows, TokenStats
+from rftmega.models.hf.lm_head_rows import HeadSource, HeldRows
+from rftmega.models.hf.quantised_folder import open_quantised
+from rftmega.models.kernels.teacher_terms import TeacherTerm
 from rftmega.runtime.device.held_weights import AveragedWeights, ReferenceWeights
 
 
@@ -20,15 +29,24 @@ class FSDPActor(FSDPModel):
     """
 
     def __init__(
-        self, cfg: RunConfig, placement: ShardingMesh, *, manager: FSDPModelManager | None = None
+        self,
+        cfg: RunConfig,
+        placement: ShardingMesh,
+        *,
+        manager: FSDPModelManager | None = None,
+        learns: bool = True,
     ):
         """Builds the model and its optimizer and loads the weights.
 
-        `manager`: has built the model already; None: a new one. Log-probs are those of the sampling
-        distribution, at the temperature `cfg.rollout.temperature`.
+        `manager`: has built the model already; None: a new one. Without `learns` it only scores,
+        and has no optimizer. Log-probs are those of the sampling distribution, at the temperature
+        `cfg.rollout.temperature`.
         """
         super().__init__(manager or FSDPModelManager(cfg, placement), placement)
-        self.manager.setup_model_and_optimizer()
+        if learns:
+            self.manager.setup_model_and_optimizer()
+        else:
+            self.sum_of_frozen = self.manager.sum_of_weights()
         self.runner = FSDPRunner(self.manager, TokenStats)
         residency, weights = self.manager.residency, self.manager.weights
         self.reference: ReferenceWeights | ShardedAdapters | None = None
@@ -82,3 +100,56 @@ class FSDPActor(FSDPModel):
         adapters = self.manager.adapters
         with nullcontext() if adapters is None else adapters.swapped_in():
             return self.log_probs(rows, temperature=1.0)
+
+    def teach(self, rows: Rows[Any], request: TeacherRequest) -> TeacherScores:
+        """Returns a teacher's numbers of the tokens of the mask of `rows`, see `ModelRunner.teach`."""
+        return self.runner.teach(rows, request)
+
+    def learn_from(self, terms: Sequence[TeacherTerm]) -> None:
+        """Sets the comparisons with the teachers in `Experience.teachers`."""
+        self.runner.terms = terms
+
+    @property
+    def held_rows(self) -> HeldRows | None:
+        """Returns the rows of the LM head that this process computes with."""
+        if (shard := self._head.shard) is not None:
+            return HeldRows(shard.first, shard.real)
+        return HeldRows(0, self.description.vocabulary)
+
+    @property
+    def _head(self) -> LogProbHead:
+        head = self.manager.network.head
+        assert isinstance(head, LogProbHead), "a policy computes log-probs"
+        return head
+
+    @property
+    def logits_factor(self) -> float:
+        """Returns the factor of the logits behind the LM head and its soft cap."""
+        return self._head.after
+
+    @property
+    def head_source(self) -> HeadSource:
+        """Returns where the LM head is in the model's folder.
+
+        Raises CheckpointError if the folder stores it in another form.
+        """
+        head, folder = self._head, self.path
+        bias = head.linear.bias
+        return HeadSource(
+            open_quantised(folder, self.manager.hf_config),
+            self._name_of(head.linear.weight),
+            (self.description.vocabulary, self.description.hidden),
+            None if bias is None else self._name_of(bias),
+            head.cap,
+            head.after,
+        )
+
+    def _name_of(self, parameter: Tensor) -> str:
+        """Returns the name of a parameter in the model's folder."""
+        (held,) = [each for each in self.manager.weights_held if each.parameter is parameter]
+        if len(held.names) != 1:
+            raise CheckpointError(
+                f"{self.path}: its LM head is stored as {', '.join(held.names)}, and a teacher's must be one tensor. Take "
+                "algorithm.teachers[].vocabulary=top_k."
+            )
+        return held.names[0]

@@ -14,6 +14,10 @@ class FSDPBackend:
     def policy(self, config: RunConfig) -> FSDPActor:
         return FSDPActor(config, ShardingMesh.create(config.parallel))
 
+    def teacher(self, config: RunConfig) -> FSDPActor:
+        """Builds the model of `config` without an optimizer, in its own layout."""
+        return FSDPActor(config, ShardingMesh.create(config.parallel), learns=False)
+
     def value_model(self, config: RunConfig, *, role: str) -> FSDPCritic:
         """Builds a critic or a reward model, with its own sharding mesh.
 

@@ -2,8 +2,8 @@
 without materialising the logits.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,11 +16,27 @@ from rftmega.backends.fsdp.exchanges import copied
 from rftmega.backends.fsdp.packed_attention import ATTENTION, EDGES
 from rftmega.backends.fsdp.support import refusal_to_pack
 from rftmega.core.errors import CheckpointError
+from rftmega.core.teacher_scores import TeacherRequest
 from rftmega.model_providers.output_head import OutputHead, decoder_of, output_head
+from rftmega.models.kernels.chunked_head import Head
 from rftmega.models.kernels.linear_log_probs import VocabularyShard, linear_stats
+from rftmega.models.kernels.teacher_terms import TaughtTokens, teacher_numbers, teacher_terms
 from rftmega.models.lora.linear import LinearWithPair
 
 VALUE_WEIGHT, VALUE_BIAS = "score.weight", "score.bias"
+
+
+@dataclass(frozen=True, slots=True)
+class Teaching:
+    """Teaching says what the head computes of teachers: the divergence from each, or the numbers of
+    a model that is itself one. It is no tuple, whose numbers FSDP2 would cast.
+    """
+
+    asked: TeacherRequest | None = None
+    taught: Sequence[TaughtTokens] = ()
+    slots: Tensor = field(
+        default_factory=lambda: torch.empty(0)
+    )  # [N] each target's place in the micro-batch's grid
 
 
 class LogProbHead(nn.Module):
@@ -35,9 +51,12 @@ class LogProbHead(nn.Module):
         self.cap = None if cap is None else cap / self.after
         self.shard: VocabularyShard | None = None  # this process's vocabulary rows; None: all
 
-    def forward(self, hidden: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, ...]:
+    def forward(
+        self, hidden: Tensor, targets: Tensor, temperature: float, teaching: Teaching | None = None
+    ) -> tuple[Tensor, ...]:
         """Maps hidden states [N, H] and target token ids [N] to log-probs and entropies, both [N]
-        float32, of the logits divided by `temperature`.
+        float32, of the logits divided by `temperature`; with `teaching` also to the divergences
+        from teachers [N, teachers], or instead to a teacher's numbers.
         """
         weight, bias = self.linear.weight, self.linear.bias
         if self.before != 1.0:
@@ -48,9 +67,18 @@ class LogProbHead(nn.Module):
             shard, hidden = self.shard, copied(hidden, self.shard.group)
         pair = self.linear.factors(hidden) if isinstance(self.linear, LinearWithPair) else None
         divisor = temperature / self.after
-        return linear_stats(
+        head = Head(weight, bias, pair, self.cap)
+        if teaching is not None and teaching.asked is not None:
+            asked = teaching.asked
+            return tuple(teacher_numbers(asked, hidden, head, targets, divisor, shard).values())
+        logp, entropy = linear_stats(
             hidden, weight, targets, divisor, shard, bias=bias, pair=pair, cap=self.cap
         )
+        if teaching is None:
+            return logp, entropy
+        slots = teaching.slots
+        terms = teacher_terms(teaching.taught, hidden, head, logp, slots, divisor, shard)
+        return logp, entropy, terms
 
 
 class ValueLayer(nn.Module):
@@ -60,7 +88,9 @@ class ValueLayer(nn.Module):
         super().__init__()
         self.linear = nn.Linear(hidden, 1, bias=bias)
 
-    def forward(self, hidden: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, ...]:
+    def forward(
+        self, hidden: Tensor, targets: Tensor, temperature: float, teaching: Teaching | None = None
+    ) -> tuple[Tensor, ...]:
         """Maps hidden states [N, H] to values [N] float32; the other arguments are ignored."""
         return (self.linear(hidden)[:, 0].float(),)
 
@@ -75,7 +105,12 @@ class Network(nn.Module):
         self.decoder, self.head = decoder, head
 
     def forward(
-        self, fed: Mapping[str, Any], places: Tensor, targets: Tensor, temperature: float
+        self,
+        fed: Mapping[str, Any],
+        places: Tensor,
+        targets: Tensor,
+        temperature: float,
+        teaching: Teaching | None = None,
     ) -> tuple[Tensor, ...]:
         """Computes the head's outputs [N] for target token ids [N]; logits are divided by
         `temperature`.
@@ -84,7 +119,9 @@ class Network(nn.Module):
         output, of the hidden states that predict the targets.
         """
         hidden = self.decoder(**fed, use_cache=False).last_hidden_state
-        outputs: tuple[Tensor, ...] = self.head(hidden.flatten(0, 1)[places], targets, temperature)
+        outputs: tuple[Tensor, ...] = self.head(
+            hidden.flatten(0, 1)[places], targets, temperature, teaching
+        )
         return outputs
 
 
@@ -96,7 +133,12 @@ class SeeingNetwork(Network):
     """
 
     def forward(
-        self, fed: Mapping[str, Any], places: Tensor, targets: Tensor, temperature: float
+        self,
+        fed: Mapping[str, Any],
+        places: Tensor,
+        targets: Tensor,
+        temperature: float,
+        teaching: Teaching | None = None,
     ) -> tuple[Tensor, ...]:
         """Computes the head's outputs [N] for target token ids [N], as `Network.forward` does.
 
@@ -124,7 +166,9 @@ class SeeingNetwork(Network):
             **{EDGES: fed[EDGES]},
             **more,
         ).last_hidden_state
-        outputs: tuple[Tensor, ...] = self.head(hidden.flatten(0, 1)[places], targets, temperature)
+        outputs: tuple[Tensor, ...] = self.head(
+            hidden.flatten(0, 1)[places], targets, temperature, teaching
+        )
         return outputs
 
 

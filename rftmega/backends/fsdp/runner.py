@@ -9,7 +9,8 @@ from torch import Tensor
 
 from rftmega.backends.fsdp.feed import Feed, feed
 from rftmega.backends.fsdp.manager import FSDPModelManager
-from rftmega.backends.runner.model_runner import MicroBatch, ModelRunner
+from rftmega.backends.fsdp.module import Teaching
+from rftmega.backends.runner.model_runner import MicroBatch, ModelRunner, columns_of
 from rftmega.core.types import Rows
 from rftmega.data.media.model_inputs import ImageTensors, image_tensors
 from rftmega.model_providers.tower import VisionTower
@@ -69,8 +70,21 @@ class FSDPRunner(ModelRunner):
             images=self._images(rows),
             needed=batch.needed,
         )
-        outputs = self.manager.network(fed.arguments, fed.places, fed.targets, batch.temperature)
-        return self.stats(*[_in_rows(output, fed) for output in outputs])
+        teaching: Teaching | None = None
+        if batch.asked is not None or batch.taught:
+            taught = batch.taught_on(self.manager.where)
+            teaching = Teaching(batch.asked, taught, fed.slots)
+        outputs = self.manager.network(
+            fed.arguments, fed.places, fed.targets, batch.temperature, teaching
+        )
+        grids = [_in_rows(output, fed) for output in outputs]
+        if batch.asked is not None:
+            names = columns_of(batch.asked, self.manager.description, self.manager.dtype)
+            return self.told(dict(zip(names, grids, strict=True)), batch)
+        if batch.taught:
+            logp, entropy, divergence = grids
+            return self.stats(logp, entropy, divergence=divergence)
+        return self.stats(*grids)
 
     def _images(self, rows: Rows) -> ImageTensors | None:
         """Returns the vision encoder's inputs for the rows' images; None for a model without one.
@@ -90,11 +104,12 @@ class FSDPRunner(ModelRunner):
 
 
 def _in_rows(outputs: Tensor, fed: Feed) -> Tensor:
-    """Scatters the outputs [N] of the target tokens of `fed` into [B, T], leaving out the filler
-    token of an empty micro-batch.
+    """Scatters the outputs [N, ...] of the target tokens of `fed` into [B, T, ...], leaving out the
+    filler token of an empty micro-batch.
 
     Differentiable even without targets, so that the backward pass runs through every layer.
     """
     size = fed.rows * fed.columns
-    canvas = outputs.new_zeros(size + 1)  # the last element takes the filler
+    # the last element takes the filler
+    canvas = outputs.new_zeros(size + 1, *outputs.shape[1:])
     return canvas.index_put((fed.slots,), outputs)[:size].unflatten(0, (fed.rows, fed.columns))

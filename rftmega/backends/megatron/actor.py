@@ -1,21 +1,28 @@
 """MegatronActor: the policy model, in any parallel layout."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
 from rftmega.backends.megatron.adapters import Adapters
-from rftmega.backends.megatron.forward import LogProbs
+from rftmega.backends.megatron.forward import LogProbs, output_weight
 from rftmega.backends.megatron.manager import MegatronModelManager
 from rftmega.backends.megatron.model_runner import MegatronRunner
 from rftmega.backends.megatron.trainable import MegatronModel
 from rftmega.backends.runner.model_runner import MicroBatch
 from rftmega.config import RunConfig
+from rftmega.converters import table
+from rftmega.core.teacher_scores import TeacherRequest, TeacherScores
 from rftmega.core.types import Column, LossFn, Metrics, Rows, TokenStats
+from rftmega.models.hf.lm_head_rows import HeadSource, HeldRows
+from rftmega.models.hf.stacked_files import open_folder
+from rftmega.models.kernels.teacher_terms import TeacherTerm
 from rftmega.models.layers import router_replay
 from rftmega.runtime.device.held_weights import AveragedWeights, ReferenceWeights
 from rftmega.runtime.parallel.topology import Topology
+
+OUTPUT_WEIGHT = "output_layer.weight"  # Megatron's name
 
 
 class MegatronActor(MegatronModel):
@@ -113,6 +120,45 @@ class MegatronActor(MegatronModel):
         adapters = self.manager.adapters
         with nullcontext() if adapters is None else adapters.swapped_in():
             return self.log_probs(rows, temperature=1.0)
+
+    def teach(self, rows: Rows[Any], request: TeacherRequest) -> TeacherScores:
+        """Returns a teacher's numbers of the tokens of the mask of `rows`, see `ModelRunner.teach`."""
+        return self.runner.teach(rows, request)
+
+    def learn_from(self, terms: Sequence[TeacherTerm]) -> None:
+        """Sets the comparisons with the teachers in `Experience.teachers`."""
+        self.runner.terms = terms
+
+    @property
+    def held_rows(self) -> HeldRows | None:
+        """Returns the rows of the LM head that this process holds; None if it holds no LM head."""
+        chunk = self.manager.chunks[-1]
+        if not chunk.post_process:
+            return None
+        width = len(output_weight(chunk))
+        return HeldRows(self.topology.tensor_rank * width, width)
+
+    @property
+    def logits_factor(self) -> float:
+        """Returns the factor of the logits behind the LM head."""
+        return self.manager.description.scales.logits
+
+    @property
+    def head_source(self) -> HeadSource:
+        """Returns where the LM head is in the model's folder.
+
+        Raises CheckpointError if it is no Hugging Face folder.
+        """
+        manager, folder = self.manager, self.manager.cfg.model.path
+        (head,) = [
+            rule.hf[0] for rule in table(manager.hf_config) if rule.megatron == (OUTPUT_WEIGHT,)
+        ]
+        return HeadSource(
+            open_folder(folder, manager.hf_config),
+            head.name,
+            (manager.description.vocabulary, manager.description.hidden),
+            factor=manager.description.scales.logits,
+        )
 
     def sync_model_to_rollout(self, version: int) -> Metrics:
         """Pushes the weights to the rollout engine; later completions are labelled with `version`.

@@ -16,6 +16,12 @@ class MegatronBackend:
         self._policy = MegatronActor(config, _topology(config))
         return self._policy
 
+    def teacher(self, config: RunConfig) -> MegatronActor:
+        """Builds the model of `config` without an optimizer, in its own layout."""
+        found = MegatronActor(config, _topology(config), role="reference")
+        found.sum_of_frozen = found.manager.sum_of_weights()
+        return found
+
     def value_model(self, config: RunConfig, *, role: str) -> MegatronCritic:
         """Builds a critic in its own layout, or a reward model in the policy's layout (`role`:
         "critic" or "reward").

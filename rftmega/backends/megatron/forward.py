@@ -22,9 +22,12 @@ from megatron.core.tensor_parallel import (
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
+from rftmega.core.teacher_scores import TeacherRequest
 from rftmega.data.media.model_inputs import ImageTensors, image_tensors
 from rftmega.data.media.waveform_inputs import WaveformTensors
+from rftmega.models.kernels.chunked_head import Head
 from rftmega.models.kernels.linear_log_probs import VocabularyShard, linear_stats
+from rftmega.models.kernels.teacher_terms import TaughtTokens, teacher_numbers, teacher_terms
 from rftmega.models.layers.embedding_adapters import pair_of_head
 from rftmega.models.layers.rotary import MultimodalRotary, PackedRotary
 from rftmega.models.layers.router_replay import RouteInputs
@@ -55,16 +58,46 @@ class HiddenProcessor(Protocol):
         `temperature`: divisor of the logits, one number or [N]. `tensor_group`: the tensor-parallel
         group over which the vocabulary is split. `pair`: the factors of an adapter on the LM head,
         as `linear_stats` takes them. `arguments`: the packed `logits_processor_args` of
-        `custom_forward`, [N] each.
+        `custom_forward`, [N] each, and `slots`: each token's place in the padded grid.
         """
 
 
 @dataclass(frozen=True, slots=True)
 class LogProbs:
     """LogProbs computes the log-prob of the token ids `targets` and the entropy of the sampling
-    distribution, without materialising the logits.
+    distribution, without materialising the logits; with teachers also the divergence from each.
     """
 
+    vocabulary: int
+    taught: Sequence[TaughtTokens] = ()  # the scores of each teacher
+
+    def from_hidden(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        *,
+        temperature: float | Tensor,
+        tensor_group: Any,
+        pair: tuple[Tensor, Tensor] | None,
+        **arguments: Any,
+    ) -> dict[str, Tensor]:
+        targets, slots = arguments["targets"], arguments["slots"]
+        shard = _shard_of(weight, self.vocabulary, tensor_group)
+        logp, entropy = linear_stats(hidden, weight, targets, temperature, shard, pair=pair)
+        found = {"logp": logp, "entropy": entropy}
+        if self.taught:
+            head = Head(weight, pair=pair)
+            found["divergence"] = teacher_terms(
+                self.taught, hidden, head, logp, slots, temperature, shard
+            )
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class TeacherNumbers:
+    """TeacherNumbers computes the numbers that a teacher is asked for."""
+
+    asked: TeacherRequest
     vocabulary: int
 
     def from_hidden(
@@ -77,13 +110,17 @@ class LogProbs:
         pair: tuple[Tensor, Tensor] | None,
         **arguments: Any,
     ) -> dict[str, Tensor]:
-        targets = arguments["targets"]
-        rank = dist.get_rank(tensor_group)
-        shard = VocabularyShard.of_rank(
-            len(weight), vocabulary=self.vocabulary, rank=rank, group=tensor_group
-        )
-        logp, entropy = linear_stats(hidden, weight, targets, temperature, shard, pair=pair)
-        return {"logp": logp, "entropy": entropy}
+        shard = _shard_of(weight, self.vocabulary, tensor_group)
+        head = Head(weight, pair=pair)
+        return teacher_numbers(self.asked, hidden, head, arguments["targets"], temperature, shard)
+
+
+def _shard_of(weight: Tensor, vocabulary: int, tensor_group: Any) -> VocabularyShard:
+    """Returns the range of the vocabulary in this process's rows of the LM head."""
+    rank = dist.get_rank(tensor_group)
+    return VocabularyShard.of_rank(
+        len(weight), vocabulary=vocabulary, rank=rank, group=tensor_group
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -351,7 +388,7 @@ def custom_forward(
     if isinstance(logits_processor, HiddenProcessor):
         hidden = _for_output_layer(output, chunk, tensor_group)
         pair = pair_of_head(chunk, output)
-        slots = None
+        slots = packing.slots
         if needed is not None:
             places, slots = packing.selected(needed)
             hidden = hidden.index_select(0, places)
@@ -365,6 +402,7 @@ def custom_forward(
             temperature=temperature,
             tensor_group=tensor_group,
             pair=pair,
+            slots=slots,
             **arguments,
         )
         return {name: packing.put(value, slots) for name, value in processed.items()}
@@ -457,12 +495,18 @@ def _for_output_layer(hidden: Tensor, chunk: GPTModel, tensor_group: Any) -> Ten
     return copy_to_tensor_model_parallel_region(hidden, group=tensor_group)[:, 0]
 
 
-def _output_weight(model: Any, chunk: GPTModel) -> Tensor:
-    weight = (
+def output_weight(chunk: GPTModel) -> Tensor:
+    """Returns the weight of the LM head of the last pipeline chunk."""
+    found: Tensor = (
         chunk.shared_embedding_or_output_weight()
         if chunk.share_embeddings_and_output_weights
         else chunk.output_layer.weight
     )
+    return found
+
+
+def _output_weight(model: Any, chunk: GPTModel) -> Tensor:
+    weight = output_weight(chunk)
     # The output layer's own forward is not called: its hook would wait for a pending gather.
     if model is not chunk and weight.requires_grad and model.ddp_config.overlap_param_gather:
         model.param_to_bucket_group[weight].finish_param_sync()

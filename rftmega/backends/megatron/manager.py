@@ -130,9 +130,9 @@ class MegatronModelManager:
         self.where = device.current().here()
         self.hf_config = read_hf_config(cfg.model.path)
         self.description = describe(self.hf_config)
-        dtype = DTYPES.get(cfg.model.dtype, device.current().train_dtype)
+        self.dtype = DTYPES.get(cfg.model.dtype, device.current().train_dtype)
         self.config = transformer_config(
-            self.description, cfg.parallel, dtype, dropout=cfg.model.dropout, fp8=cfg.model.fp8
+            self.description, cfg.parallel, self.dtype, dropout=cfg.model.dropout, fp8=cfg.model.fp8
         )
         refuse_hazards(self.config)
         self.config.timers = Timers()

@@ -14,6 +14,8 @@ from torch import Tensor
 
 from rftmega.backends.megatron.forward import (
     HiddenProcessor,
+    LogProbs,
+    TeacherNumbers,
     custom_forward,
     packed_length,
     token_multiple,
@@ -88,6 +90,12 @@ class MegatronRunner(ModelRunner):
         mark()
         batch = next(batches)
         rows = batch.rows
+        processor: HiddenProcessor | None = self.processor
+        if batch.asked is not None:
+            processor = TeacherNumbers(batch.asked, self.manager.description.vocabulary)
+        elif batch.taught:
+            taught = batch.taught_on(self.manager.where)
+            processor = LogProbs(self.manager.description.vocabulary, taught)
         output = custom_forward(
             model,
             rows.tokens[:, :-1],
@@ -95,9 +103,9 @@ class MegatronRunner(ModelRunner):
             torch.arange(rows.tokens.shape[1] - 1) < rows.lengths[:, None] - 1,
             None,
             self.manager.config.sequence_parallel,
-            value_model=self.processor is None,
-            logits_processor=self.processor,
-            logits_processor_args={"targets": rows.tokens[:, 1:]} if self.processor else None,
+            value_model=processor is None,
+            logits_processor=processor,
+            logits_processor_args={"targets": rows.tokens[:, 1:]} if processor else None,
             temperature=batch.temperature,
             max_batch_seqlen=None,  # the plan has its own cap
             images=self._images(rows, model),
@@ -142,6 +150,8 @@ class MegatronRunner(ModelRunner):
     def _stats(
         self, batch: MicroBatch, output: Any, shown: Any = None, non_loss_data: bool = True
     ) -> Any:
+        if batch.asked is not None:
+            return self.told(output, batch)
         return self.stats(output) if self.processor is None else self.stats(**output)
 
     def _loss(self, batch: MicroBatch, output: Any, shown: Any) -> tuple[Tensor, Tensor, Any]:

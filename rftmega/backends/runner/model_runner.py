@@ -6,7 +6,7 @@ total count. So a backend moves rows and sums; only the LossFn defines the objec
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Protocol
 
@@ -28,6 +28,7 @@ from rftmega.core.errors import NothingTrained
 from rftmega.core.expert_routes import ChosenExperts
 from rftmega.core.media_positions import PlacedImage, RowImages
 from rftmega.core.ragged import Ragged
+from rftmega.core.teacher_scores import TeacherRequest, TeacherScores
 from rftmega.core.types import (
     COUNT,
     Auxiliary,
@@ -41,6 +42,7 @@ from rftmega.core.types import (
 )
 from rftmega.model_providers.description import ModelDescription
 from rftmega.model_providers.tower import AudioTower
+from rftmega.models.kernels.teacher_terms import TaughtRows, TaughtTokens, TeacherTerm
 from rftmega.runtime.device.spans import recorder
 from rftmega.runtime.parallel import host_memory
 
@@ -76,6 +78,7 @@ class StepModel(Protocol):
 
     cfg: RunConfig
     where: torch.device
+    dtype: torch.dtype  # of the forward pass
 
     @property
     def description(self) -> ModelDescription: ...
@@ -112,6 +115,16 @@ class MicroBatch:
     chosen: list[ChosenExperts] | None = None
     # [B, T] bool on the host: targets whose statistics are read; those of others are 0. None: all
     needed: Tensor | None = None
+    asked: TeacherRequest | None = None  # numbers of a teacher, instead of statistics
+    taught: tuple[TaughtRows, ...] = ()  # by each teacher
+    mask: Tensor | None = None  # [B, T] bool on the host: the tokens that teachers teach
+
+    def taught_on(self, where: torch.device) -> list[TaughtTokens]:
+        """Returns the teachers' scores of this micro-batch on the device."""
+        mask = self.mask
+        if mask is None:
+            return []
+        return [each.on(where, mask, only=self.needed is not None) for each in self.taught]
 
 
 class ModelRunner:
@@ -128,19 +141,23 @@ class ModelRunner:
         TokenValues.
         """
         self.stepped, self.ranks, self.stats = model, ranks, stats
-        self.names = [each.name for each in fields(stats) if each.name != "routes"]
+        others = ("routes", "divergence")
+        self.names = [each.name for each in fields(stats) if each.name not in others]
         self.gives_values = "value" in self.names
         self.cfg = model.cfg
         self.temperature = self.cfg.rollout.temperature
         self.backward = OF_FROZEN if self.cfg.model.lora.rank else BACKWARD
         # called after each optimizer step taken
         self.after_step: Callable[[], None] = lambda: None
+        # the comparison with each of `Experience.teachers`
+        self.terms: Sequence[TeacherTerm] = ()
 
     def _run(self, batches: Sequence[MicroBatch], *, forward_only: bool) -> list[Any]:
         """Runs this process's micro-batches, forward and, unless `forward_only`, backward, and
         divides the gradients by the total count of all processes.
-        Returns for each micro-batch the third result of `trained` or, when scoring, its `stats`; []
-        on a process whose results another process reports.
+        Returns for each micro-batch the third result of `trained` or, when scoring, its `stats`, or
+        what `told` makes of a teacher's numbers; [] on a process whose results another process
+        reports.
         """
         raise NotImplementedError
 
@@ -175,6 +192,27 @@ class ModelRunner:
         if record:
             return replace(stats, routes=self._gathered_routes(rows, indices, batches))
         return stats
+
+    @torch.no_grad()
+    def teach(self, rows: Rows[Any], request: TeacherRequest) -> TeacherScores:
+        """Returns the requested numbers of the tokens of the mask of `rows`, on the host, one copy
+        per host, without gradient, at the temperature of the rollouts.
+        """
+        self.stepped.finish_param_sync()
+        self.stepped.train(False)
+        indices = self._micro_batches(rows, passes=1, masked=True)
+        batches = []
+        for index in indices:
+            fed = self._model_inputs(replace(rows.select(index), routes=None))
+            asked = MicroBatch(fed, self.temperature, needed=fed.mask, asked=request)
+            batches.append(asked)
+        found = self._run(batches, forward_only=True)
+        own = zip(indices, found, strict=False) if self.ranks.speaks else ()
+        counts = rows.mask.sums() if isinstance(rows.mask, Ragged) else rows.mask.sum(1)
+        columns = host_memory.current().of_tokens(
+            counts, columns_of(request, self.stepped.description, self.stepped.dtype), own
+        )
+        return TeacherScores(torch.ones(len(rows), dtype=torch.bool), **columns)
 
     def forward(self, rows: Rows) -> Any:
         """Returns the statistics of the target tokens [B, T] of this process's own `rows`, on the
@@ -319,6 +357,7 @@ class ModelRunner:
         whole = whole or self.gives_values
         parts = [experience.select(index) for index in indices]
         bare = [replace(part, routes=None).padded() for part in parts]  # a loss reads no routes
+        terms = self._terms_of(experience)
         return [
             MicroBatch(
                 self._model_inputs(part.rows),
@@ -326,9 +365,18 @@ class ModelRunner:
                 seen.to(self.stepped.where),
                 loss_fn,
                 needed=None if whole else seen.mask,
+                taught=tuple(map(TaughtRows, terms, part.teachers)),
+                mask=seen.mask if terms else None,
             )
             for part, seen in zip(parts, bare, strict=True)
         ]
+
+    def _terms_of(self, experience: Experience[Any]) -> list[TeacherTerm]:
+        """Returns the comparisons with the teachers of `experience`, on the device."""
+        if not experience.teachers:
+            return []
+        assert len(self.terms) == len(experience.teachers), "a term for each teacher"
+        return [term.to(self.stepped.where) for term in self.terms]
 
     def trained(self, stats: Any, batch: MicroBatch) -> tuple[Tensor, Tensor, Any]:
         """Returns a micro-batch's local loss sum (differentiable), its integer count, and (the sums
@@ -337,9 +385,22 @@ class ModelRunner:
         `stats`: the forward pass's statistics of the micro-batch's tokens, with gradient.
         """
         seen = self.stats(*(getattr(stats, name).detach() for name in self.names))
+        if batch.taught:
+            seen = replace(seen, divergence=stats.divergence.detach())
         loss = self._loss_of(stats, seen, batch)
         total = (loss.value * loss.weight).sum()
         return total, loss.count, (sums_of(loss), seen)
+
+    def told(self, values: Mapping[str, Tensor], batch: MicroBatch) -> dict[str, Tensor]:
+        """Returns a teacher's numbers of a micro-batch's taught tokens, [n, ...] each, on the host;
+        `values`: those of all tokens [B, T, ...].
+        """
+        assert batch.needed is not None
+        places = batch.needed.flatten().nonzero()[:, 0]
+        return {
+            name: value.flatten(0, 1)[places.to(value.device)].cpu()
+            for name, value in values.items()
+        }
 
     def _loss_of(self, stats: Any, seen: Any, batch: MicroBatch) -> TokenLoss:
         assert batch.experience is not None and batch.loss_fn is not None
@@ -359,7 +420,11 @@ class ModelRunner:
         pulled = torch.zeros(1, dtype=torch.int64, device=self.stepped.where)
         for batch, seen in zip(batches, found, strict=False):  # a stage without the loss has none
             held = [getattr(seen, name).clone().requires_grad_() for name in self.names]
-            loss = self._loss_of(self.stats(*held), seen, batch)
+            stats = self.stats(*held)
+            if batch.taught:
+                held.append(seen.divergence.clone().requires_grad_())
+                stats = replace(stats, divergence=held[-1])
+            loss = self._loss_of(stats, seen, batch)
             pulls = torch.autograd.grad(
                 (loss.value * loss.weight).sum(), held, allow_unused=True, materialize_grads=True
             )
@@ -479,11 +544,24 @@ class ModelRunner:
     def _names(self, loss_fn: LossFn, experience: Experience[Any]) -> list[str]:
         nothing = experience.select(torch.zeros(0, dtype=torch.int64)).padded()
         empty = nothing.advantage
-        return list(
-            sums_of(
-                loss_fn(self.stats(*[empty] * len(self.names)), replace(nothing, old_logp=empty))
-            )
-        )
+        stats = self.stats(*[empty] * len(self.names))
+        if nothing.teachers:
+            stats = replace(stats, divergence=empty.new_zeros(*empty.shape, len(nothing.teachers)))
+        return list(sums_of(loss_fn(stats, replace(nothing, old_logp=empty))))
+
+
+def columns_of(
+    request: TeacherRequest, description: ModelDescription, dtype: torch.dtype
+) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    """Returns the columns of a teacher's answer to `request`: name -> (dtype, shape of a token's
+    element). `dtype`: of the model's forward pass.
+    """
+    if request.vocabulary == "full":
+        return {"hidden": (dtype, (description.hidden,))}
+    if request.vocabulary == "top_k":
+        k = request.k
+        return {"ids": (torch.int32, (k,)), "buckets": (torch.float32, (k + 1,))}
+    return {"logp": (torch.float32, ())}
 
 
 def sums_of(loss: TokenLoss) -> dict[str, Tensor]:

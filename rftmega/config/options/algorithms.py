@@ -19,6 +19,7 @@ from rftmega.config.options.bounds import (
 )
 from rftmega.config.options.parts import Advantage, ImportanceSampling, PolicyLoss
 from rftmega.config.options.preference import DPO, KTO, ORPO, PreferenceIPO, SimPO
+from rftmega.config.options.teachers import Teacher
 
 
 @dataclass(frozen=True)
@@ -273,6 +274,13 @@ class IPO(PolicyLoss):
 
 
 @dataclass(frozen=True)
+class NoPolicyLoss(PolicyLoss):
+    """No policy loss: the policy learns from its teachers alone, and rewards are only reported."""
+
+    type: Literal["none"] = "none"
+
+
+@dataclass(frozen=True)
 class NoImportance(ImportanceSampling):
     """No correction: completions count as if the trainer's policy had sampled them."""
 
@@ -416,7 +424,7 @@ class AlgorithmConfig:
     """Advantage estimator."""
 
     policy_loss: Annotated[
-        Clip | GSPO | CISPO | CPGD | ScoreFunction | SAPO | GMPO | DPPO | IPO,
+        Clip | GSPO | CISPO | CPGD | ScoreFunction | SAPO | GMPO | DPPO | IPO | NoPolicyLoss,
         Discriminator("type"),
     ] = field(default_factory=Clip)
     """Policy loss of a token, from its advantage and the ratio of its probabilities under the
@@ -439,6 +447,11 @@ class AlgorithmConfig:
     """
 
     kl: KLConfig = field(default_factory=KLConfig)
+
+    teachers: list[Teacher] = field(default_factory=list)
+    """Distillation: models that teach the policy, in addition to rewards or (policy_loss.type=none)
+    instead of them (docs/distillation.md).
+    """
 
     replay: ReplayConfig = field(default_factory=ReplayConfig)
 

@@ -24,6 +24,7 @@ from rftmega.config.validation.ranges import choices_and_ranges
 from rftmega.config.validation.reward import reward_parts
 from rftmega.config.validation.router_replay import router_replay
 from rftmega.config.validation.server_group import server_group
+from rftmega.config.validation.teachers import teachers
 from rftmega.config.validation.trained_order import trained_order
 from rftmega.config.validation.trainer import evaluation, exports, held_out_prompts, step_rows
 from rftmega.config.validation.vision import vision
@@ -55,6 +56,7 @@ def violations(config: RunConfig, world_size: int, *, data: bool = True) -> list
                 engine(config, world_size)
                 + algorithm_options(config)
                 + groups_of_one(config)
+                + teachers(config, world_size)
                 + reward_parts(config)
                 + evaluation(config)
                 + environment(config)

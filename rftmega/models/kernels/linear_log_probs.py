@@ -89,7 +89,7 @@ class _LinearStats(torch.autograd.Function):
         logits = _Logits(hidden, weight, bias, inner, up, cap)
         largest, sums, last = _local_sums(logits, targets, temperature, shard, chunk)
         top = largest.clone()
-        _reduce(top, shard.group, dist.ReduceOp.MAX)
+        reduce(top, shard.group, dist.ReduceOp.MAX)
         shift = largest - top  # from this rank's largest logit to the largest of all
         scale = shift.exp()
         normaliser, weighted, target = sums
@@ -101,7 +101,7 @@ class _LinearStats(torch.autograd.Function):
                 target,
             ]
         )
-        _reduce(totals, shard.group, dist.ReduceOp.SUM)
+        reduce(totals, shard.group, dist.ReduceOp.SUM)
         normaliser, weighted, target = totals
         log_normaliser = normaliser.log() + top
         logp = target - log_normaliser
@@ -120,19 +120,19 @@ class _LinearStats(torch.autograd.Function):
         grad_hidden = torch.empty_like(logits.hidden)
         grad_inner = None if logits.inner is None else torch.empty_like(logits.inner)
         # of weights that are not frozen
-        grad_weight = _zeros_for(logits.weight, ctx.needs_input_grad[1])
-        grad_bias = _zeros_for(logits.bias, ctx.needs_input_grad[2])
-        grad_up = _zeros_for(logits.up, ctx.needs_input_grad[4])
+        grad_weight = zeros_for(logits.weight, ctx.needs_input_grad[1])
+        grad_bias = zeros_for(logits.bias, ctx.needs_input_grad[2])
+        grad_up = zeros_for(logits.up, ctx.needs_input_grad[4])
         pull = torch.zeros_like(log_normaliser) if grad_logp is None else grad_logp / temperature
         spread = None if grad_entropy is None else grad_entropy / temperature
-        parts = _parts(len(grad_hidden), ctx.chunk)
+        parts = parts_of(len(grad_hidden), ctx.chunk)
         for part in parts:
             given = logits.of(part)
             known = last if part is parts[-1] else None
             normaliser = log_normaliser[part] if known is None else (log_normaliser - largest)[part]
-            column, held = _columns(targets[part], shard)
+            column, held = columns_of(targets[part], shard)
             pulled = _Pulled(pull[part], None if spread is None else spread[part], entropy[part])
-            grad, of_targets, slope = _fused(_gradient)(
+            grad, of_targets, slope = fused(_gradient)(
                 given, known, temperature[part], normaliser, log_normaliser[part], column, pulled, shard.real
             )  # fmt: skip
             # a target's own term is added before rounding, because 1 - p may be small
@@ -142,11 +142,11 @@ class _LinearStats(torch.autograd.Function):
             if grad_inner is not None:
                 grad_inner[part] = grad @ logits.up
             if grad_weight is not None:
-                _add_product(grad_weight, grad.T, given.hidden)
+                add_product(grad_weight, grad.T, given.hidden)
             if grad_bias is not None:
                 grad_bias += grad.sum(0, dtype=torch.float32)
             if grad_up is not None:
-                _add_product(grad_up, grad.T, given.inner)
+                add_product(grad_up, grad.T, given.inner)
             del grad  # before the next one is allocated
         of_weight = None if grad_weight is None else grad_weight.to(logits.weight.dtype)
         of_bias = None if grad_bias is None else grad_bias.to(logits.bias.dtype)
@@ -181,7 +181,7 @@ class _Logits(NamedTuple):
         return made.div_(temperature[:, None])
 
 
-def _zeros_for(weight: Tensor | None, learns: bool) -> Tensor | None:
+def zeros_for(weight: Tensor | None, learns: bool) -> Tensor | None:
     """Returns zeros in float32 to accumulate a weight's gradient in; None if the weight is absent
     or not trained.
     """
@@ -206,10 +206,10 @@ def _local_sums(
     hidden = logits.hidden
     largest = hidden.new_full((len(hidden),), -torch.inf, dtype=torch.float32)
     sums = hidden.new_zeros(3, len(hidden), dtype=torch.float32)
-    parts = _parts(len(hidden), chunk) if shard.real else []  # some ranks hold padding only
+    parts = parts_of(len(hidden), chunk) if shard.real else []  # some ranks hold padding only
     for part in parts:
-        column, held = _columns(targets[part], shard)
-        largest[part], sums[0, part], sums[1, part], target, last = _fused(_row_sums)(
+        column, held = columns_of(targets[part], shard)
+        largest[part], sums[0, part], sums[1, part], target, last = fused(_row_sums)(
             logits.of(part), temperature[part], column, shard.real, part is parts[-1]
         )
         sums[2, part] = torch.where(held, target, 0.0)[:, 0]
@@ -289,7 +289,7 @@ def _pulled_by(log_p: Tensor, pulled: _Pulled) -> Tensor:
     return grad.mul_(spread.add_(pulled.pull[:, None]).neg_())
 
 
-def _add_product(total: Tensor, one: Tensor, other: Tensor) -> None:
+def add_product(total: Tensor, one: Tensor, other: Tensor) -> None:
     """Adds the matrix product of `one` and `other` to `total`, which is in float32."""
     if one.dtype == torch.float32:
         total.addmm_(one, other)
@@ -297,7 +297,7 @@ def _add_product(total: Tensor, one: Tensor, other: Tensor) -> None:
         total += one @ other
 
 
-def _fused(function: Callable[..., Any]) -> Callable[..., Any]:
+def fused(function: Callable[..., Any]) -> Callable[..., Any]:
     """Returns `function`, which computes one chunk of tokens, compiled to few kernels, or unchanged
     if the device has no compiler.
     """
@@ -309,7 +309,7 @@ def _compiled(function: Callable[..., Any], where: device.Device) -> Callable[..
     return where.compiled(function)
 
 
-def _columns(targets: Tensor, shard: VocabularyShard) -> tuple[Tensor, Tensor]:
+def columns_of(targets: Tensor, shard: VocabularyShard) -> tuple[Tensor, Tensor]:
     """Returns the column of each target in this rank's shard (0 if another rank holds it), and
     whether this rank holds it, both [c, 1].
     """
@@ -318,10 +318,10 @@ def _columns(targets: Tensor, shard: VocabularyShard) -> tuple[Tensor, Tensor]:
     return torch.where(held, local, 0)[:, None], held[:, None]
 
 
-def _parts(tokens: int, chunk: int) -> list[slice]:
+def parts_of(tokens: int, chunk: int) -> list[slice]:
     return [slice(start, start + chunk) for start in range(0, tokens, chunk)]
 
 
-def _reduce(x: Tensor, group: Any, op: Any) -> None:
+def reduce(x: Tensor, group: Any, op: Any) -> None:
     if group is not None and group.size() > 1:
         dist.all_reduce(x, op=op, group=group)

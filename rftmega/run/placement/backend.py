@@ -12,8 +12,11 @@ from rftmega.checkpoints.run_checkpoints import TrainedModel
 from rftmega.config import RunConfig
 from rftmega.core.interfaces import Policy, ValueModel
 from rftmega.core.shards import Shard, TrainedAdapters
+from rftmega.core.teacher_scores import TeacherRequest, TeacherScores
 from rftmega.core.types import Column, Metrics, Rows, TokenStats
 from rftmega.model_providers.description import ModelDescription
+from rftmega.models.hf.lm_head_rows import HeadSource, HeldRows
+from rftmega.models.kernels.teacher_terms import TeacherTerm
 from rftmega.runtime.device.residency import Residency
 
 Role = Literal["critic", "reward"]
@@ -97,6 +100,24 @@ class TrainablePolicy(Trainable, Policy, Protocol):
         the policy has adapters, otherwise under the current weights. Without gradient.
         """
 
+    def teach(self, rows: Rows[Any], request: TeacherRequest) -> TeacherScores:
+        """Returns a teacher's numbers, see `core.interfaces.TeacherScorer`."""
+
+    def learn_from(self, terms: Sequence[TeacherTerm]) -> None:
+        """Sets the comparisons with the teachers in `Experience.teachers`."""
+
+    @property
+    def held_rows(self) -> HeldRows | None:
+        """Returns the rows of the LM head that this process holds; None if it holds none."""
+
+    @property
+    def head_source(self) -> HeadSource:
+        """Returns where the LM head is in the model's folder."""
+
+    @property
+    def logits_factor(self) -> float:
+        """Returns the factor of the logits behind the LM head and its soft cap."""
+
 
 class TrainableValues(Trainable, ValueModel, Protocol):
     """TrainableValues is a Trainable that computes values."""
@@ -107,6 +128,12 @@ class Backend(Protocol):
 
     def policy(self, config: RunConfig) -> TrainablePolicy:
         """Builds and loads `config.model` with its optimizer.
+
+        Raises CheckpointError if the folder's config or weights can't be used.
+        """
+
+    def teacher(self, config: RunConfig) -> TrainablePolicy:
+        """Builds and loads `config.model` in its own layout, without an optimizer.
 
         Raises CheckpointError if the folder's config or weights can't be used.
         """

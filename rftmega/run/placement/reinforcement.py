@@ -28,7 +28,7 @@ from rftmega.environments.single_turn import SingleTurnEnvironment
 from rftmega.rollout.pool.engine_pool import EnginePool, ServerPool
 from rftmega.rollout.pool.partial_rollout_pool import PartialRolloutPool
 from rftmega.rollout.pool.streaming_pool import StreamingPool
-from rftmega.run.placement import engines
+from rftmega.run.placement import engines, teachers
 from rftmega.run.placement.backend import Backend, Trainable, TrainableValues
 from rftmega.run.placement.colocated import ColocatedPolicy, ColocatedValues
 from rftmega.run.placement.export import export, rehearse
@@ -76,7 +76,16 @@ class ReinforcementStrategy:
         self._built(actor)
         self.label = actor.label
         judges = self._build_value_models()
-        self._frozen: dict[str, int] = {}
+        self._teachers = teachers.build(config, backend, is_main=world.is_main)
+        for teacher in self._teachers.values():
+            self._built(teacher)
+        if config.algorithm.teachers:
+            actor.learn_from(teachers.terms_of(config, actor, self._teachers))
+        self._frozen: dict[str, int] = {
+            f"algorithm.teachers: {name}": teacher.sum_of_frozen
+            for name, teacher in self._teachers.items()
+            if teacher.sum_of_frozen is not None
+        }
         for name, chosen in config.reward.scoring_models().items():
             if (total := judges[name].sum_of_frozen) is not None:
                 self._frozen[chosen.option] = total
@@ -96,7 +105,7 @@ class ReinforcementStrategy:
                 config.strategy,
             )
         models = {POLICY: actor.residency} | {
-            name: model.residency for name, model in judges.items()
+            name: model.residency for name, model in (judges | self._teachers).items()
         }
         self.phases = DevicePhases(
             models, offload=config.trainer.offload, predicted=predicted(config, world)
@@ -133,6 +142,7 @@ class ReinforcementStrategy:
         self.scoring_models: Mapping[str, ValueModel] = {
             name: faces[name] for name in config.reward.scoring_models()
         }
+        self.teachers = teachers.scorers(config, actor, self._teachers, self.phases, world)
         face: Any = ServerPool if separate else EnginePool
         if config.trainer.max_staleness:
             face = StreamingPool if separate else PartialRolloutPool

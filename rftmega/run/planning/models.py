@@ -9,6 +9,7 @@ from rftmega.backends.decoder.describe import TransformersModel
 from rftmega.backends.decoder.gathered_groups import Groups, read_groups
 from rftmega.config import LoRA, OptimizerConfig, ParallelConfig, RunConfig
 from rftmega.config.capabilities import backend_of
+from rftmega.config.options.teachers import names_of
 from rftmega.converters import Rule, table
 from rftmega.converters.adapters import AdaptedLayer, adapted_layers
 from rftmega.core.errors import CheckpointError
@@ -65,7 +66,8 @@ class PlannedModel:
 def models_of(
     config: RunConfig, *, auto: str = "bfloat16", narrow_whole: bool = True
 ) -> dict[str, PlannedModel]:
-    """Returns the models of a run by name: policy, critic, reward_model, cost_model.
+    """Returns the models of a run by name: policy, critic, reward_model, cost_model, and the teachers
+    that the run holds.
 
     `auto`: the dtype that model.dtype=auto stands for; `narrow_whole`: whether every
     tensor-parallel rank holds all of latent attention's down-projections, as in Transformer Engine.
@@ -112,6 +114,10 @@ def models_of(
         )
     for name, chosen in config.reward.scoring_models().items():
         found[name] = planned(chosen.path, config.parallel, None, value=True)
+    teachers = config.algorithm.teachers
+    for name, teacher in zip(names_of(teachers), teachers, strict=True):
+        if teacher.loads:
+            found[name] = planned(teacher.path, teacher.parallel, None, value=False)
     return found
 
 

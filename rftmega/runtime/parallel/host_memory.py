@@ -6,9 +6,10 @@ exchanges the data with other hosts.
 """
 
 import logging
+import math
 import os
 import socket
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -154,6 +155,38 @@ class HostMemory:
 
         found = self.filled([(torch.float32, int(lengths.sum()))] * columns, write)
         return [Ragged.packed(values, lengths) for values in found]
+
+    def of_tokens(
+        self,
+        counts: Tensor,
+        columns: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
+        own: Iterable[tuple[Tensor, Mapping[str, Tensor]]],
+    ) -> dict[str, Ragged]:
+        """Gathers values of any shape and dtype, `counts` [B] per row: each process contributes
+        some rows, and gets all.
+
+        `columns`: name -> (dtype, shape of an element). `own` yields row indices ([b] int64) with
+        the values of each column in these rows, one row after another, [n, ...] on the host.
+        """
+        total = int(counts.sum())
+        sizes = [(dtype, total * math.prod(shape)) for dtype, shape in columns.values()]
+
+        def shaped(memory: Sequence[Tensor]) -> dict[str, Ragged]:
+            views = zip(columns.items(), memory, strict=True)
+            return {
+                name: Ragged.packed(flat.view(total, *shape), counts)
+                for (name, (_, shape)), flat in views
+            }
+
+        def write(memory: Sequence[Tensor]) -> None:
+            targets = shaped(memory)
+            for index, values in own:
+                for name, target in targets.items():
+                    parts = values[name].split(counts[index].tolist())
+                    for row, part in zip(target.select(index), parts, strict=True):
+                        row.copy_(part)
+
+        return shaped(self.filled(sizes, write))
 
     def _written(
         self, specs: Sequence[Spec], write: Callable[[Sequence[Tensor]], None]

@@ -2,6 +2,8 @@
 models, and advantages from the rewards.
 """
 
+import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,7 +16,9 @@ from rftmega.algorithms.shaping import Shaping
 from rftmega.config import AlgorithmConfig
 from rftmega.core.interfaces import Host, OneProcess, Scorer, ValueScorer
 from rftmega.core.ragged import Ragged
-from rftmega.core.types import Experience, RowsOfRollouts, Samples
+from rftmega.core.teacher_scores import TeacherScores
+from rftmega.core.types import Experience, Metrics, RowsOfRollouts, Samples
+from rftmega.trainer.experience.teachers import AskedTeacher, advantage_of, log_ratio
 
 
 class ExperienceMaker:
@@ -38,6 +42,8 @@ class ExperienceMaker:
         constant coefficient of `chosen`. `shape` changes the rewards from which advantages are
         computed. `host`: stores the experience, one copy per host.
         """
+        self.teachers: Sequence[AskedTeacher] = ()  # are asked about every batch
+        self.measured: Metrics = {}  # of the teachers, for the latest samples
         self.host = host or OneProcess()
         self.policy, self.critic = policy, critic
         self.chosen = chosen or AlgorithmConfig()
@@ -89,6 +95,8 @@ class ExperienceMaker:
             return self._finished(advantage, taught), returns
 
         advantage, returns = self.host.once(estimated)
+        scores = self._scores(samples, taught)
+        advantage = self._with_teachers(advantage, scores, taught, old)
         share, leads = self.host.once(lambda: shares_of(rollouts, taught))
         return Experience(
             tokens=rows.tokens,
@@ -108,7 +116,48 @@ class ExperienceMaker:
             share=share,
             leads=leads,
             routes=stats.routes if rows.routes is None and stats is not None else rows.routes,
+            teachers=tuple(
+                own for own, each in zip(scores, self.teachers, strict=True) if each.in_loss
+            ),
         )
+
+    def _scores(self, samples: Samples[Ragged], taught: Ragged) -> list[TeacherScores]:
+        """Returns the scores of each teacher, and measures what they take."""
+        found = []
+        self.measured = {}
+        for teacher in self.teachers:
+            begin = time.perf_counter()
+            scores = teacher.scores(samples, taught, self.host)
+            self.measured[f"{teacher.name}_seconds"] = time.perf_counter() - begin
+            rows = scores.taught.float().mean().item() if len(scores) else 0.0
+            self.measured[f"{teacher.name}_rows"] = rows
+            found.append(scores)
+        return found
+
+    def _with_teachers(
+        self,
+        advantage: Ragged,
+        scores: Sequence[TeacherScores],
+        taught: Ragged,
+        old: Ragged | None,
+    ) -> Ragged:
+        """Returns the advantages with those that teachers add to them."""
+        added = [
+            (teacher, own)
+            for teacher, own in zip(self.teachers, scores, strict=True)
+            if not teacher.in_loss
+        ]
+        if not added:
+            return advantage
+        assert old is not None, "a log-ratio in the advantage needs log-probs before the update"
+        for teacher, own in added:
+            self.measured[f"{teacher.name}_log_ratio"] = log_ratio(own, taught, old)
+
+        def summed() -> Ragged:
+            parts = [advantage_of(each.chosen, own, taught, old).flat for each, own in added]
+            return advantage.with_values(advantage.flat + torch.stack(parts).sum(0))
+
+        return self.host.once(summed)
 
     def _parts(self, samples: Samples[Ragged]) -> dict[str, RewardComponent]:
         """Returns the reward's components with a weight, of each completion."""

@@ -87,7 +87,11 @@ class ReplayBuffer:
         """Returns all groups as JSON, except for their tensors, which are not copied."""
         return {
             "groups": [
-                {each.name: _packed(getattr(group, each.name)) for each in fields(group)}
+                {
+                    each.name: _packed(getattr(group, each.name))
+                    for each in fields(group)
+                    if each.name != "teachers"  # validation refuses them with a replay
+                }
                 for group in self.groups
             ]
         }

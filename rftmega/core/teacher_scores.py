@@ -1,0 +1,74 @@
+"""TeacherScores: what a teacher says of the tokens that a batch trains on."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from rftmega.core.ragged import Ragged
+
+Vocabulary = Literal["full", "top_k", "sampled"]
+
+
+class TeacherRequest(NamedTuple):
+    """TeacherRequest says which of its numbers a teacher returns for each token.
+
+    full: the last hidden state, from which its LM head computes all log-probs; top_k: the `k`
+    likeliest tokens, their log-probs and that of all others together; sampled: the log-prob of the
+    token itself.
+    """
+
+    vocabulary: Vocabulary
+    k: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TeacherScores:
+    """TeacherScores holds a teacher's numbers for a batch of rows; each column has one element per
+    *taught* token, a token of the mask in a row that the teacher teaches. Rows that it does not
+    teach have none.
+    """
+
+    taught: Tensor  # [B] bool
+    logp: Ragged | None = None  # of the sampled token
+    ids: Ragged | None = None  # [K] int32: the likeliest tokens, likeliest first
+    # [K + 1] float32: log-probs of `ids`, and last of all other tokens together
+    buckets: Ragged | None = None
+    hidden: Ragged | None = None  # [H] the last hidden state
+
+    def __len__(self) -> int:
+        return len(self.taught)
+
+    def columns(self) -> dict[str, Ragged]:
+        """Returns the columns that the teacher was asked for, by name."""
+        named = {each.name: getattr(self, each.name) for each in fields(self)[1:]}
+        return {name: column for name, column in named.items() if column is not None}
+
+    def select(self, index: Tensor) -> "TeacherScores":
+        """Returns the scores of the rows at `index` (int64 [b]); copies nothing."""
+        columns = {name: column.select(index) for name, column in self.columns().items()}
+        return TeacherScores(self.taught[index], **columns)
+
+    def index_of(self, mask: Tensor) -> Tensor:
+        """Returns [B * T + 1] int64: for each place of the flattened `mask` [B, T], which marks the
+        trained tokens, the number of its token among the taught ones, and -1 elsewhere. The last
+        element, -1, is for filler.
+        """
+        marks = (mask & self.taught[:, None].to(mask.device)).flatten()
+        numbers = torch.where(marks, marks.cumsum(0) - 1, -1)
+        return torch.cat([numbers, numbers.new_full((1,), -1)])
+
+    @staticmethod
+    def join(parts: "Iterable[TeacherScores]") -> "TeacherScores":
+        """Joins the rows of all parts, in their order."""
+        parts = list(parts)
+        names = parts[0].columns()
+        columns = {name: Ragged.join([part.columns()[name] for part in parts]) for name in names}
+        return TeacherScores(torch.cat([part.taught for part in parts]), **columns)
+
+
+def joined_scores(parts: Sequence[tuple[TeacherScores, ...]]) -> tuple[TeacherScores, ...]:
+    """Joins the scores of each teacher over parts of a batch."""
+    return tuple(map(TeacherScores.join, zip(*parts, strict=True)))

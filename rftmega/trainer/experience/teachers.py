@@ -1,0 +1,150 @@
+"""Asks teachers about the rows of a step: which rows each teaches, and with which prompt."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from rftmega.algorithms.advantages import discounted_returns
+from rftmega.config.options.teachers import Teacher
+from rftmega.core.interfaces import Host, TeacherScorer
+from rftmega.core.ragged import Ragged, by_rows
+from rftmega.core.teacher_scores import TeacherRequest, TeacherScores
+from rftmega.core.types import Prompt, Rows, Samples
+
+
+@dataclass(frozen=True, slots=True)
+class AskedTeacher:
+    """AskedTeacher is a teacher with its options and its name in metrics."""
+
+    number: int  # in algorithm.teachers
+    name: str
+    chosen: Teacher
+    scorer: TeacherScorer
+
+    @property
+    def in_loss(self) -> bool:
+        return self.chosen.signal == "loss"
+
+    def scores(self, samples: Samples[Ragged], mask: Ragged, host: Host) -> TeacherScores:
+        """Returns the teacher's numbers for the tokens of `mask`, in the rows that it teaches."""
+        rows, taught = host.once(lambda: _asked_rows(self.number, self.chosen, samples, mask))
+        request = TeacherRequest(self.chosen.vocabulary, self.chosen.top_k)
+        found = self.scorer.teach(rows, request)
+        return _of_all_rows(found, taught)
+
+
+def _of_all_rows(found: TeacherScores, taught: Tensor) -> TeacherScores:
+    """Returns the scores of the rows that are True in `taught` [B] as scores of all B rows."""
+
+    def spread(column: Ragged) -> Ragged:
+        lengths = torch.zeros(len(taught), dtype=column.lengths.dtype)
+        lengths[taught] = column.lengths
+        return Ragged.packed(column.flat, lengths)
+
+    columns = {name: spread(column) for name, column in found.columns().items()}
+    return TeacherScores(taught, **columns)
+
+
+def _asked_rows(
+    number: int, chosen: Teacher, samples: Samples[Ragged], mask: Ragged
+) -> tuple[Rows[Ragged], Tensor]:
+    """Returns the rows that teacher `number` is asked about, with its own prompts, and which rows of
+    `samples` they are, [B] bool.
+    """
+    taught = _chosen_rows(number, samples) & (mask.sums() > 0)
+    rows = replace(samples.rows, mask=mask, routes=None)
+    if not chosen.prompt:
+        return rows.select(taught.nonzero()[:, 0]), taught
+    for row, prompt in enumerate(samples.prompts):
+        taught[row] &= _begins_with(rows.tokens[row], prompt.token_ids)
+    places = taught.nonzero()[:, 0]
+    own = [
+        (prompt, _own(prompt, number))
+        for prompt in [samples.prompts[row] for row in places.tolist()]
+    ]
+    return _with_prompts(rows.select(places), own), taught
+
+
+def _own(prompt: Prompt, number: int) -> tuple[int, ...]:
+    """Returns the prompt of teacher `number` as token ids."""
+    taught = prompt.teachers[number]
+    assert taught is not None, "rows that it does not teach are left out"
+    return taught.token_ids
+
+
+def _chosen_rows(number: int, samples: Samples[Ragged]) -> Tensor:
+    """Returns [B] bool: the rows whose record says that teacher `number` teaches it, and whose gate
+    is above the mean reward of their group.
+    """
+    sizes = torch.bincount(samples.group).clamp(min=1)
+    totals = torch.zeros(len(sizes)).index_add(0, samples.group, samples.reward.float())
+    means = (totals / sizes)[samples.group].tolist()
+    found = [
+        _is_taught(prompt, number, mean)
+        for prompt, mean in zip(samples.prompts, means, strict=True)
+    ]
+    return torch.tensor(found, dtype=torch.bool)
+
+
+def _is_taught(prompt: Prompt, number: int, mean: float) -> bool:
+    if not prompt.teachers:
+        return True
+    taught = prompt.teachers[number]
+    return taught is not None and (taught.gate is None or taught.gate > mean)
+
+
+def _begins_with(tokens: Tensor, prompt: Sequence[int]) -> bool:
+    """Returns whether a row begins with the prompt of its record; a later part of a rollout whose
+    context was rewritten does not.
+    """
+    return tokens[: len(prompt)].tolist() == list(prompt)
+
+
+def _with_prompts(
+    rows: Rows[Ragged], own: Sequence[tuple[Prompt, tuple[int, ...]]]
+) -> Rows[Ragged]:
+    """Returns the rows with other prompts. `own`: of each row, its prompt and the teacher's prompt
+    as token ids.
+    """
+    tokens, masks, lengths = [], [], []
+    for row, (prompt, ids) in enumerate(own):
+        before = len(prompt.token_ids)
+        given = torch.tensor(ids, dtype=rows.tokens.values.dtype)
+        tokens.append(torch.cat([given, rows.tokens[row][before:]]))
+        own_mask = rows.mask[row][before - 1 :]  # target t is token t + 1
+        masks.append(torch.cat([own_mask.new_zeros(len(ids) - 1), own_mask]))
+        lengths.append(len(ids))
+    if not own:
+        return rows
+    prompts = torch.tensor(lengths)
+    made = Ragged.of(tokens)
+    return Rows(made, prompts, made.lengths, Ragged.of(masks))
+
+
+def advantage_of(chosen: Teacher, scores: TeacherScores, mask: Ragged, old_logp: Ragged) -> Ragged:
+    """Returns what a teacher adds to the advantage of each token: its weight times the log-ratio of
+    teacher and policy, summed with the discount over the later tokens of the row
+    (arXiv:2306.08543, eq. 3, with the discount of a return); 0 for tokens that it does not teach.
+    """
+    assert scores.logp is not None
+    taught = mask.flat & mask.spread(scores.taught)
+    reward = torch.zeros_like(old_logp.flat)
+    reward[taught] = chosen.weight * (scores.logp.flat - old_logp.flat[taught])
+    rewards, marks = mask.with_values(reward), mask.with_values(taught)
+    if not chosen.discount:
+        return rewards
+    return by_rows(
+        lambda own, marked: discounted_returns(own, marked, chosen.discount), rewards, marks
+    )
+
+
+def log_ratio(scores: TeacherScores, mask: Ragged, old_logp: Ragged) -> float:
+    """Returns the mean over taught tokens of the log-ratio of policy and teacher before the update,
+    an estimate of the reverse KL; 0 without taught tokens.
+    """
+    assert scores.logp is not None
+    taught = mask.flat & mask.spread(scores.taught)
+    own = old_logp.flat[taught] - scores.logp.flat
+    return own.mean().item() if len(own) else 0.0
