@@ -20,6 +20,7 @@ from benchmarks import (
     checkpoints,
     conversion,
     data_plane,
+    divergences,
     log_probs,
     machine,
     moe,
@@ -55,6 +56,7 @@ BENCHMARKS = {
         "below 1",
     ),
     "fused against dense log-probs": (log_probs.fused_against_dense, "memory_ratio", ""),
+    "chunked against dense divergences": (divergences.chunked_against_dense, "memory_ratio", ""),
     "pipeline bubble": (bubble.of_pipelines, "", "counted = formula"),
     "conversion of 2 billion parameters": (
         conversion.both_ways,

@@ -15,6 +15,7 @@ from rftmega.model_providers import families
 from rftmega.model_providers.hf_config import HFConfig
 from rftmega.model_providers.rope import Rope, read_rope, read_two_ropes
 from rftmega.model_providers.tower import AudioTower, VisionTower
+from rftmega.model_providers.transformers_decoders import refusal
 
 FULL, SLIDING = "full_attention", "sliding_attention"  # values of layer_types
 
@@ -231,35 +232,39 @@ MISSING = {
 }
 
 
-def _other_backend(family: Any) -> str:
-    """Returns what an error says of backend=fsdp for the model_type `family`, which Megatron's
-    backend does not support.
-    """
-    from transformers import __version__
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
-    if isinstance(family, str) and family in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        return f"transformers has a decoder of {family}: set backend=fsdp, which trains most of them (docs/backends.md)."
-    return (
-        f"transformers {__version__} has no decoder of this type either, so backend=fsdp can't train it. Choose another model, "
-        "or correct model_type in its config.json."
-    )
-
-
 def describe(hf_config: Mapping[str, Any]) -> ModelDescription:
     """Returns the description of the model of `hf_config`, the content of a Hugging Face
     config.json.
 
     Raises CheckpointError, naming the field, for an unsupported architecture, or a setting that
-    Megatron-Core 0.16 can't represent here.
+    Megatron-Core 0.16 can't represent here. The error for an architecture says whether backend=fsdp
+    trains the model.
     """
+    try:
+        return described(hf_config)
+    except UnknownFamilyError as error:
+        raise CheckpointError(f"{error} {_other_backend(hf_config)}") from error
+
+
+class UnknownFamilyError(CheckpointError):
+    """Raised for a model_type that backend=megatron does not support."""
+
+
+def _other_backend(hf_config: Mapping[str, Any]) -> str:
+    """Returns what an error says of backend=fsdp for a model that Megatron's does not support."""
+    if why := refusal(hf_config):
+        return f"backend=fsdp can't train it either: {why.rstrip('.')}. Choose another model, or correct its config.json."
+    return "backend=fsdp accepts this config.json: set it, and let `rftmega check` compare the model with transformers."
+
+
+def described(hf_config: Mapping[str, Any]) -> ModelDescription:
+    """Returns the same as `describe`. Its errors don't name another backend."""
     family = hf_config.get("model_type")
     if family not in FAMILIES:
         missing = MISSING.get(str(family), "")
         why = f": Megatron-Core 0.16 has no {missing}" if missing else ""
-        raise CheckpointError(
-            f"model_type={family!r} is not supported by backend=megatron{why}; these are: {', '.join(FAMILIES)}. "
-            f"{_other_backend(family)}"
+        raise UnknownFamilyError(
+            f"model_type={family!r} is not supported by backend=megatron{why}; these are: {', '.join(FAMILIES)}."
         )
     config = HFConfig(hf_config)
     found: ModelDescription

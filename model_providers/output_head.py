@@ -111,7 +111,7 @@ def names_of_head(model: "PreTrainedModel") -> list[str]:
 def _refused(kind: str, reason: str) -> CheckpointError:
     return CheckpointError(
         f"{kind} can't be trained with backend=fsdp: {reason}. Log-probs are made without logits here, from a linear layer, its "
-        "bias and a factor, so this can't be honoured. Take backend=megatron if docs/supported_architectures.md lists the model."
+        "bias and a factor, so this can't be honoured. Take another model."
     )
 
 

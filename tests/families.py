@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rftmega.backends.decoder.describe import SEEING
+from rftmega.model_providers.transformers_decoders import SEEING
 from tests import vision_rows
 from tests.family_configs import HEAD, VOCABULARY, tiny_config
 from tests.ranks import VLLM, RankFailure, run_ranks

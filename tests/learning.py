@@ -62,6 +62,8 @@ class Asked:
     metric: str = "eval_exact_match"
     by_completions: bool = False
     needs: str = ""  # another run of the same seed, which comes first
+    # the option that names what that run has exported
+    used: str = "reward.model_path={}/reward_model"
     example: str = "arithmetic"
     # and with the images of other questions, at the end
     at_most_swapped: float | None = None
@@ -85,6 +87,7 @@ class Asked:
 
 
 SHAPES = Asked(rise=0.2, example="shapes", metric="eval_held_out_exact_match", at_most_swapped=0.3)
+DISTILLED = Asked(needs="grpo", used="algorithm.teachers=[{{path: {}/policy}}]")
 FOUR = Asked(processes=4, layout=(2, 2))
 CALCULATOR = replace(FOUR, rise=0.3, example="calculator")
 GUESS = replace(FOUR, rise=0.2, example="guess", metric="eval_found")
@@ -102,6 +105,9 @@ RUNS = dict.fromkeys(FAMILY, Asked(rise=0.2)) | {
     "simpo": Asked(rise=0.02, metric="eval_accuracy"),  # without a reference it begins at 87 %
     "orpo": Asked(rise=0.05, metric="eval_accuracy"),
     "grpo_on_reward_model": Asked(rise=0.03, needs="reward_model"),
+    # taught by the policy of grpo's 100 steps: alone in a third of them, and beside its rewards
+    "distilled": replace(DISTILLED, rise=0.2),
+    "distilled_and_rewarded": replace(DISTILLED, rise=0.2),
     "lora": Asked(rise=0.2),
     # from answers of earlier versions, with the correction and without
     **dict.fromkeys(("stale_1", "stale_2", "stale_4", "stale_8"), Asked(rise=0.2)),
@@ -165,7 +171,7 @@ def overrides_of(name: str, seed: int) -> list[str]:
         f"trainer.output={OUT}/{name}-{seed}",
     ]
     if needed := RUNS[name].needs:
-        given.append(f"reward.model_path={OUT}/{needed}-{seed}/reward_model")
+        given.append(RUNS[name].used.format(f"{OUT}/{needed}-{seed}"))
     return given
 
 
@@ -188,6 +194,7 @@ def settings_of(name: str, seed: int) -> Record:
         config.model.path,
         config.reward.model_path,
         config.critic.path,
+        *[teacher.path for teacher in config.algorithm.teachers],
     ]
     plain, chosen = asdict(RunConfig()), asdict(config)
     changed = {section: options for section, options in chosen.items() if options != plain[section]}

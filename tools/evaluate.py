@@ -70,6 +70,18 @@ def main(given: list[str] | None = None) -> int:
         help="k of pass@k and maj@k; N is always one",
     )
     parser.add_argument("--output", type=Path, metavar="FOLDER", help="for results")
+    parser.add_argument(
+        "--keep",
+        type=Path,
+        metavar="JSONL",
+        help="write the data with each right completion as response, for supervised fine-tuning",
+    )
+    parser.add_argument(
+        "--keep-scores",
+        type=Path,
+        metavar="JSONL",
+        help="write the data with the mean reward of each prompt as mean_score",
+    )
     parser.add_argument("--part", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--json", action="store_true", help="print the results as JSON")
     return exit_code_of(evaluate, parser.parse_intermixed_args(given))
@@ -118,17 +130,46 @@ def _results(chosen: argparse.Namespace, config: Any, candidates: Any, output: P
     from rftmega.run.evaluation.evaluate import EvaluationTask, begin
     from rftmega.run.evaluation.evaluate import evaluate as evaluated
     from rftmega.run.evaluation.inputs import inputs_of
+    from rftmega.run.evaluation.kept import refuse_existing
     from rftmega.run.evaluation.results import page_of
 
-    task = EvaluationTask.read(config, chosen.by)
+    if len(candidates) > 1 and (chosen.keep or chosen.keep_scores):
+        raise ConfigError(
+            f"--keep: {chosen.model} is a run with {len(candidates)} models. Give one of their folders."
+        )
+    refuse_existing(chosen.keep, chosen.keep_scores)
+    keeps = bool(chosen.keep or chosen.keep_scores)
+    task = EvaluationTask.read(config, chosen.by, columns=keeps)
     begin(output, config, inputs_of(config, candidates, chosen.adapter))
     models = evaluated(task, candidates, chosen.adapter, output, part=chosen.part)
     results = {"model": chosen.model, "adapter": chosen.adapter, "by": chosen.by, "models": models}
+    if keeps:
+        _keep(chosen, config, task, output / "completions" / f"{candidates[0].label}.jsonl")
     with writing(output):
         (output / "evaluation.json").write_text(json.dumps(results, indent=2) + "\n")
         page = page_of(f"Evaluation of {chosen.model}", models)
         (output / "evaluation.html").write_text(page, encoding="utf-8")
     return results
+
+
+def _keep(chosen: argparse.Namespace, config: Any, task: Any, stored: Path) -> None:
+    """Writes the files of --keep and --keep-scores from the completions in `stored`."""
+    from rftmega.monitoring.observers.assemble import answering_of
+    from rftmega.run.evaluation import kept
+
+    found = kept.completions_in(stored)
+    if chosen.keep:
+        records = kept.kept(
+            task.prompts,
+            found,
+            judge=answering_of(config).accuracy,
+            response_key=config.data.response_key,
+        )
+        count = kept.write(chosen.keep, records)
+        sys.stderr.write(f"{chosen.keep}: {count} right completions\n")
+    if chosen.keep_scores:
+        count = kept.write(chosen.keep_scores, kept.scored(task.prompts, found))
+        sys.stderr.write(f"{chosen.keep_scores}: {count} prompts with mean_score\n")
 
 
 def _told(results: Any, output: Path) -> str:

@@ -32,6 +32,7 @@ TEMPLATE = Path(__file__).with_name("view.html")
 SAMPLE = {"step": int, "group": int, "index": int, "prompt": str, "response": str, "label": str, "reward_parts": dict,
           "truncated": bool, "tokens": dict}  # fmt: skip
 TOKENS = ("id", "text", "engine_logp", "trainer_logp", "gap", "advantage")
+TEACHER = "teacher "  # begins the names of lists with log-ratios of teachers
 # not in the table: tokens have their own elements, images are stored once, messages repeat text
 LEFT_OUT = ("tokens", "images", "messages")
 # smaller values are rounding errors, and should not be highlighted
@@ -186,7 +187,8 @@ def checked(sample: Any) -> dict[str, Any]:
         if not isinstance(sample.get(key), kind):
             raise DataError(f'"{key}" is missing or no {kind.__name__}.')
     tokens = sample["tokens"]
-    given = [*TOKENS, "entropy"] if tokens.get("entropy") is not None else TOKENS
+    given = [*TOKENS, *teachers_of(tokens)]
+    given += ["entropy"] if tokens.get("entropy") is not None else []
     lengths = {len(tokens[key]) if isinstance(tokens.get(key), list) else -1 for key in given}
     if len(lengths) > 1 or -1 in lengths:
         raise DataError(f'"tokens" must hold lists of one length: {", ".join(given)}.')
@@ -275,7 +277,7 @@ def page(samples: Sequence[dict[str, Any]], title: str, curves: Any = None) -> s
         rows.append(summary(sample["tokens"]) | row)
     scale = {
         measure: scale_of([sample["tokens"] for sample in samples], measure)
-        for measure in SMALLEST_SCALE
+        for measure in [*SMALLEST_SCALE, *_all_teachers(samples)]
     }
     held = {"samples": rows, "scale": scale, "thumbnails": thumbnails, "curves": curves or {}}
     blocks = [block("samples", held)]
@@ -289,6 +291,16 @@ def page(samples: Sequence[dict[str, Any]], title: str, curves: Any = None) -> s
         + "\n".join(blocks)
         + after
     )
+
+
+def teachers_of(tokens: dict[str, Any]) -> list[str]:
+    """Returns the names of the lists with log-ratios of teachers."""
+    return [name for name in tokens if name.startswith(TEACHER)]
+
+
+def _all_teachers(samples: Sequence[dict[str, Any]]) -> list[str]:
+    names = (name for sample in samples for name in teachers_of(sample["tokens"]))
+    return list(dict.fromkeys(names))
 
 
 def block(name: str, value: Any) -> str:
@@ -319,7 +331,7 @@ def scale_of(samples: Sequence[dict[str, Any]], measure: str) -> float:
     sizes = sorted(
         abs(value) for tokens in samples for value in tokens.get(measure) or () if value is not None
     )
-    return max(sizes[len(sizes) * 99 // 100] if sizes else 0.0, SMALLEST_SCALE[measure])
+    return max(sizes[len(sizes) * 99 // 100] if sizes else 0.0, SMALLEST_SCALE.get(measure, 0.01))
 
 
 if __name__ == "__main__":

@@ -9,19 +9,32 @@ from torch import Tensor
 
 from rftmega.core.ragged import Ragged
 
+Spec = tuple[torch.dtype, tuple[int, ...]]
 Vocabulary = Literal["full", "top_k", "sampled"]
 
 
 class TeacherRequest(NamedTuple):
     """TeacherRequest says which of its numbers a teacher returns for each token.
 
-    full: the last hidden state, from which its LM head computes all log-probs; top_k: the `k`
-    likeliest tokens, their log-probs and that of all others together; sampled: the log-prob of the
-    token itself.
+    Always the log-prob of the token itself (sampled). full: also the last hidden state, from which
+    its LM head computes all log-probs; top_k: also the `k` likeliest tokens, their log-probs and
+    that of all others together.
     """
 
     vocabulary: Vocabulary
     k: int = 0
+
+    def columns(self, hidden: int, dtype: torch.dtype) -> dict[str, Spec]:
+        """Returns the columns of the answer: name -> (dtype, shape of a token's element). `hidden`:
+        the teacher's hidden size, `dtype`: of its forward pass.
+        """
+        found: dict[str, Spec] = {"logp": (torch.float32, ())}
+        if self.vocabulary == "full":
+            found["hidden"] = (dtype, (hidden,))
+        if self.vocabulary == "top_k":
+            found["buckets"] = (torch.float32, (self.k + 1,))
+            found["ids"] = (torch.int32, (self.k,))
+        return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -558,6 +558,8 @@ class Experience(Generic[Column]):
     kl_baseline: Tensor | None = None
     # of each teacher whose divergence is part of the loss
     teachers: tuple[TeacherScores, ...] = ()
+    # teacher -> its log-probs of the sampled tokens, NaN where it does not teach; for people
+    teacher_logp: dict[str, Column] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -623,6 +625,8 @@ class Experience(Generic[Column]):
                 return RowImages.join(values, [len(part) for part in parts])
             if name == "teachers":
                 return joined_scores(values)
+            if name == "teacher_logp":
+                return {each: Ragged.join([own[each] for own in values]) for each in values[0]}
             if any(value is None for value in values):
                 return None
             if name == "rollout":
@@ -713,7 +717,7 @@ class TokenStats(Generic[Column]):
     entropy: Column | None  # None if not requested
     routes: Column | None = None  # of the tokens, see expert_routes; None: not requested
     # [B, T, teachers]: from each of `Experience.teachers`; None without a teacher
-    divergence: Tensor | None = None
+    divergence: Column | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ def different_tokens(folder: str | Path, other: str | Path) -> str:
         ours, theirs = (_vocabulary(str(file), file.stat().st_mtime_ns) for file in files)
     except Exception as error:  # the library raises nothing more exact
         return f"a {FILE} can't be read: {error}"
-    for token, number in ours.items():
+    for token, number in sorted(ours.items(), key=lambda pair: pair[1]):
         if theirs.get(token) != number:
             said = f"id {theirs[token]}" if token in theirs else "no token"
             return f"its tokenizer has another vocabulary: {token!r} is id {number} of the policy, and {said} of it"

@@ -28,6 +28,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from rftmega.core import errors
 from rftmega.core.errors import FAULTS, RFTMegaError
 from rftmega.runtime import device
+from rftmega.runtime.device import threads
 from rftmega.runtime.parallel import fork_server, preemption
 from rftmega.runtime.parallel.folder_lock import process_start
 from rftmega.runtime.parallel.orphans import end_with_parent
@@ -59,7 +60,7 @@ def launch(
     `preload` once, since imports take most of the start-up time. Raises the RFTMegaError that a
     rank raised, without a restart: the error would only occur again.
     """
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // processes)))
+    threads.choose_default(processes)
     DynamicRendezvousHandler._create_tcp_store_server = _store  # type: ignore[assignment, method-assign]
     # the agent's failures are reported below; each of its loggers has a level of its own
     for name in list(logging.root.manager.loggerDict):

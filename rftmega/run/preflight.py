@@ -9,10 +9,8 @@ from rftmega.backends.decoder.describe import (
     describe_any,
     read_config,
     tower_of,
-    unknown_to_transformers,
 )
 from rftmega.backends.decoder.meta_decoder import describe as described
-from rftmega.backends.decoder.meta_decoder import on_meta
 from rftmega.backends.decoder.tensor_plan import styles_of
 from rftmega.config import SERVED_VOCABULARY, ParallelConfig, RunConfig
 from rftmega.config.capabilities import backend_of, engine_of
@@ -34,6 +32,7 @@ from rftmega.model_providers.hf_config import read_hf_config
 from rftmega.model_providers.installed import installed, uses_transformer_engine
 from rftmega.model_providers.output_head import output_head
 from rftmega.model_providers.placement import holdings
+from rftmega.model_providers.transformers_decoders import on_meta, unknown_to_transformers
 from rftmega.models.hf.hf_folder import HFFolder
 from rftmega.models.hf.peft_folder import CONFIG as PEFT_CONFIG
 from rftmega.models.hf.peft_folder import PEFTFolder
@@ -42,6 +41,7 @@ from rftmega.models.known_fields import ignore
 from rftmega.rollout.servers.vllm import auth
 from rftmega.run import run_end
 from rftmega.run.planning.memory import rows_of
+from rftmega.run.vllm_on_a_cpu import refusals
 from rftmega.runtime import device
 from rftmega.runtime.device import hardware
 from rftmega.runtime.parallel.layout import layout_name, place_of, replicas
@@ -50,13 +50,6 @@ from rftmega.weights.receivers.fp8 import BLOCK
 # first Transformer Engine version that supports gradient checkpointing with FP8
 FP8_SINCE = (2, 6)
 HEAD = "score.weight"  # of a value model
-VLLM_CPU_LATENT_SIZE = 576
-# model_type -> what vLLM's CPU build lacks for it
-VLLM_CPU_LACKS = {
-    "minimax_m2": "the choice of experts by sigmoid scores without groups",
-    "gpt_oss": "experts with biases",
-}
-VLLM_CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 
 
 def preflight(
@@ -345,36 +338,12 @@ def _quantised(config: RunConfig) -> list[str]:
 def _engine(config: RunConfig, model: ModelDescription, on: device.Device) -> list[str]:
     found = heads_violations(model, config.rollout.tensor, "rollout.tensor")
     if engine_of(config.rollout).vllm_kernels and on.type == "cpu":
-        found += _vllm_on_a_cpu(model)
-    path = config.model.path
+        found += refusals(config.model, model, on)
     by_transformers = engine_of(config.rollout).transformers_class
-    if by_transformers and (unknown := unknown_to_transformers(path)):
+    kind = read_json_object(Path(config.model.path) / "config.json").get("model_type")
+    if by_transformers and (unknown := unknown_to_transformers(kind)):
         found.append(f"rollout.engine=transformers: {unknown}. Set rollout.engine=vllm.")
     return found
-
-
-def _vllm_on_a_cpu(model: ModelDescription) -> list[str]:
-    """Returns the reason why vLLM's CPU kernels can't run `model`; [] if they can."""
-    if lacking := VLLM_CPU_LACKS.get(model.family):
-        return [
-            f"rollout.engine=vllm: its CPU build lacks {lacking}, which model_type={model.family} needs. Set "
-            "rollout.engine=transformers."
-        ]
-    if latent := model.latent:
-        size = latent.key_value_rank + latent.rope_dim
-        if size == VLLM_CPU_LATENT_SIZE:
-            return []
-        return [
-            f"vLLM's CPU kernels for latent attention know kv_lora_rank + qk_rope_head_dim = {VLLM_CPU_LATENT_SIZE} only, not "
-            f"{size}. Take rollout.engine=transformers for a small model of this family."
-        ]
-    if model.head_dim in VLLM_CPU_HEAD_DIMS:
-        return []
-    known = ", ".join(map(str, VLLM_CPU_HEAD_DIMS))
-    return [
-        f"rollout.engine=vllm: its kernels for CPUs know no head size {model.head_dim} (head_dim of the model), only {known}. "
-        "Set rollout.engine=transformers."
-    ]
 
 
 def _value_models(config: RunConfig, policy: ModelDescription) -> list[str]:

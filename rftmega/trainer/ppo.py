@@ -24,6 +24,7 @@ from rftmega.core.types import Experience, Metrics, Prompt, Rollout, Samples, Sa
 from rftmega.trainer.dynamic_sampler import DynamicSampler
 from rftmega.trainer.expected_lengths import ExpectedLengths
 from rftmega.trainer.experience import ExperienceMaker, ModelReward
+from rftmega.trainer.experience.teachers import log_ratios
 from rftmega.trainer.group_collector import GroupCollector, Wanted
 from rftmega.trainer.journal import Journal
 from rftmega.trainer.learner import Learner
@@ -174,7 +175,8 @@ class PPOTrainer(Trainer):
             metrics |= replayed | self.weights.push(version=self.step)
         for callback in self.callbacks:
             callback.on_experience(self, samples, scored.experience)
-        return metrics | scored.measured.metrics | self.maker.measured | seen
+        metrics |= self.maker.measured | log_ratios(scored.experience)
+        return metrics | scored.measured.metrics | seen
 
     def _roll_out(self, batch: Sequence[Prompt]) -> tuple[Samples[Ragged], Metrics]:
         """Returns the scored rows of a step's rollouts, and metrics of the rollout phase."""

@@ -86,7 +86,7 @@ def rehearse_hf_folder(
             quantising = _quantising(Path(source)) if quantised else None
             shards, _ = _streamed(exporter, iter(()), Path(source), quantising)
             write_index(draft, shards)
-            _write_beside(Path(source), draft, classifier=classifier, quantised=quantised)
+            _write_beside(Path(source), draft, shards, classifier=classifier, quantised=quantised)
         except (OSError, CheckpointError) as raised:
             error = f"At its end, the model could not be exported to {target}: {raised}"
         finally:
@@ -134,7 +134,7 @@ def _write(
         write_shard(draft / file, planned, stream)
     write_index(draft, shards)
     quantised = quantising is not None
-    if changed := _write_beside(source, draft, classifier=classifier, quantised=quantised):
+    if changed := _write_beside(source, draft, shards, classifier=classifier, quantised=quantised):
         log.info("%s: %s", target, changed)
     export_folder.settle(draft, target)
 
@@ -156,11 +156,18 @@ def _streamed(
     return shards_of(coming, SHARD_BYTES), stream
 
 
-def _write_beside(source: Path, draft: Path, *, classifier: bool, quantised: bool) -> str | None:
-    """Writes the config, tokenizer and other companion files of `source` to `draft`. Returns a
-    description of the changes in config.json, or None if it is unchanged.
+def _write_beside(
+    source: Path,
+    draft: Path,
+    shards: dict[str, list[PlannedTensor]],
+    *,
+    classifier: bool,
+    quantised: bool,
+) -> str | None:
+    """Writes the config, tokenizer and other companion files of `source` to `draft`, where the
+    tensors of `shards` are written. Returns a description of the changes in config.json, or None if it is unchanged.
     """
-    changed = copy_companions(source, draft, quantised=quantised)
+    changed = copy_companions(source, draft, shards, quantised=quantised)
     if classifier:
         say_classifier(draft / "config.json")
     return changed

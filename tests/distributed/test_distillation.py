@@ -19,7 +19,7 @@ from rftmega.config.options.teachers import Teacher
 from rftmega.core.interfaces import OneProcess
 from rftmega.core.ragged import Ragged
 from rftmega.core.types import Prompt, Samples, Taught
-from rftmega.models.kernels.linear_divergence import Divergence
+from rftmega.models.kernels.linear_divergence import DivergenceKind
 from rftmega.run.placement import teachers as placed
 from rftmega.run.placement.phases import DevicePhases
 from rftmega.run.train import built_backend
@@ -137,7 +137,7 @@ def log_probs(model: Any, tokens: list[int], answers: int) -> Tensor:
 
 
 def compared(each: Teacher, log_p: Tensor, log_q: Tensor, answer: Tensor) -> Tensor:
-    chosen = Divergence(each.divergence, each.beta)
+    chosen = DivergenceKind(each.divergence, each.beta)
     if each.vocabulary == "full":
         return dense_divergence(log_p, log_q, chosen)
     if each.vocabulary == "top_k":

@@ -11,16 +11,16 @@ from torch import Tensor
 
 from rftmega.models.kernels.chunked_head import Head
 from rftmega.models.kernels.linear_buckets import largest_buckets, linear_buckets
-from rftmega.models.kernels.linear_divergence import Divergence, linear_divergence
+from rftmega.models.kernels.linear_divergence import DivergenceKind, linear_divergence
 from rftmega.models.kernels.linear_log_probs import VocabularyShard as Shard
 from tests.ranks import run_ranks
 
 VOCABULARY, POSITIONS, HIDDEN, TEACHER, RANK, CHOSEN = 11, 7, 5, 8, 2, 3
 DIVERGENCES = (
-    Divergence("reverse_kl"),
-    Divergence("forward_kl"),
-    Divergence("jsd", 0.5),
-    Divergence("jsd", 0.15),
+    DivergenceKind("reverse_kl"),
+    DivergenceKind("forward_kl"),
+    DivergenceKind("jsd", 0.5),
+    DivergenceKind("jsd", 0.15),
 )
 # positions of a chunk, soft cap and factor of the student's logits, scale of the weights
 CASES = ((1, None, 1.0, 0.5), (3, 2.5, 1.7, 0.5), (100, None, 0.6, 1.0), (4, 4.0, 1.0, 2.0))
@@ -60,7 +60,7 @@ def dense_teacher(given: dict[str, Tensor]) -> Tensor:
     return (0.8 * 3.0 * torch.tanh(y / 3.0) / given["temperature"][:, None]).log_softmax(-1)
 
 
-def dense_divergence(log_p: Tensor, log_q: Tensor, chosen: Divergence) -> Tensor:
+def dense_divergence(log_p: Tensor, log_q: Tensor, chosen: DivergenceKind) -> Tensor:
     p, q = log_p.exp(), log_q.exp()
     if chosen.name == "reverse_kl":
         return (p * (log_p - log_q)).sum(-1)
@@ -134,7 +134,9 @@ def sharded_body(world: Any) -> list[tuple[Any, ...]]:
     return found
 
 
-def wanted(cap: float | None, factor: float, scale: float, divergence: Divergence | None) -> Any:
+def wanted(
+    cap: float | None, factor: float, scale: float, divergence: DivergenceKind | None
+) -> Any:
     given = tensors(scale)
     for name in NAMES:
         given[name].requires_grad_()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import nn
 
-from rftmega.backends.decoder.meta_decoder import EXPERT_DIMENSIONS, layers_of, vocabulary_of
+from rftmega.backends.decoder.meta_decoder import EXPERT_DIMENSIONS, vocabulary_of
 from rftmega.config.options.adapters import OF_ATTENTION, experts_targeted
 from rftmega.converters.adapters import (
     pair_names,
@@ -18,7 +18,9 @@ from rftmega.converters.adapters import (
 )
 from rftmega.core.errors import ConfigError
 from rftmega.core.shards import EMBEDDING, HEAD, OF_VOCABULARY
+from rftmega.model_providers.accepting_backends import advice
 from rftmega.model_providers.output_head import decoder_of
+from rftmega.model_providers.transformers_decoders import layers_of
 
 if TYPE_CHECKING:  # imported lazily: a launcher that only validates doesn't need them
     from transformers import PreTrainedModel
@@ -145,8 +147,8 @@ def _experts(model: "PreTrainedModel", layers: Sequence[str]) -> dict[str, tuple
         if not parts:
             raise ConfigError(
                 f"model.lora.targets: transformers keeps the experts of {type(model).__name__} in {name}, and does not say which "
-                "matrices of the folder stand in it, so they can't have adapters under backend=fsdp. Set it to "
-                f"[{', '.join(OF_ATTENTION[:4])}], or take backend=megatron."
+                "matrices of the folder stand in it, so they can't have adapters under backend=fsdp. "
+                + advice(model.config, f"Set it to [{', '.join(OF_ATTENTION[:4])}]")
             )
         found[name] = parts
     return found

@@ -1,33 +1,29 @@
 """Describes any decoder from transformers' config, independent of its architecture."""
 
 from dataclasses import dataclass, replace
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from rftmega.backends.decoder.per_layer import numbers_in
-from rftmega.converters import FAMILIES
 from rftmega.core.errors import CheckpointError
 from rftmega.core.json_files import read_json_object
+from rftmega.model_providers.accepting_backends import advice
 from rftmega.model_providers.description import Experts, ModelDescription, describe
 from rftmega.model_providers.hf_config import read_hf_config
 from rftmega.model_providers.rope import Rope
 from rftmega.model_providers.tower import VisionTower
+from rftmega.model_providers.transformers_decoders import (
+    SEEING,
+    refusal_of_config,
+    unknown_to_transformers,
+    without_sizes,
+)
 from rftmega.models.hf.quantised_folder import is_quantised
 
 CHANGING = ("dynamic", "longrope")  # RoPE types whose angles depend on the longest row
-# Vision-language models whose images `rftmega.data.media` supports. Not qwen3_vl_moe: transformers
-# transposes its experts, which then are no blocks of the folder's tensors.
-SEEING = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 # number of positions, as configs name it; a recurrent model names none
 POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
 UNBOUNDED = 2**31
-# types that transformers builds and backend=fsdp can't train -> why
-UNSUPPORTED = {
-    "minimax": "transformers 5.19 gives its first tokens other logits in a longer sequence",
-}
-TOWERS = ("vision_config", "audio_config")
-SIZES = ("num_hidden_layers", "hidden_size", "vocab_size")
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 
@@ -56,65 +52,27 @@ def read_config(path: str | Path) -> Any:
     encoder, weights quantised in a format that can't be read, or bidirectional attention.
     """
     from transformers import AutoConfig
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    if unknown := unknown_to_transformers(path):
-        raise CheckpointError(
-            f"{path}: {unknown}, and backend=fsdp trains what it has.{_other(path)}"
-        )
+    fields = _fields_in(path)
+    if unknown := unknown_to_transformers(fields.get("model_type")):
+        remedy = advice(fields, "Choose another model, or correct model_type in its config.json")
+        raise CheckpointError(f"{path}: {unknown}. {remedy}")
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     except Exception as error:  # of each class's own code, given a user's file
         raise CheckpointError(
             f"{path}: transformers can't read this config.json: {error}"
         ) from error
-    others = config.get_text_config() is not config or any(hasattr(config, name) for name in TOWERS)
-    if others and config.model_type not in SEEING:
-        raise CheckpointError(
-            f"{path}: model_type={config.model_type} has more than a decoder of text, and backend=fsdp trains such models of "
-            f"these types only: {', '.join(SEEING)}. Take backend=megatron if docs/supported_architectures.md "
-            "lists it, or the folder of its decoder alone."
-        )
-    if config.model_type not in (*SEEING, *MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
-        raise CheckpointError(
-            f"{path}: transformers has no language model of model_type={config.model_type} that continues a text alone (a class "
-            f"of AutoModelForCausalLM). Take the folder of such a model.{_other(path)}"
-        )
-    if why := UNSUPPORTED.get(config.model_type):
-        raise CheckpointError(
-            f"{path}: model_type={config.model_type} can't be trained with backend=fsdp: {why}.{_other(path)}"
-        )
+    if why := refusal_of_config(config):
+        raise CheckpointError(f"{path}: {why} {advice(fields, 'Take another model')}")
     if is_quantised(read_json_object(Path(path) / "config.json")):
         del config.quantization_config  # the trainer's weights are not
-    for field, causal in (("use_bidirectional_attention", False), ("causal", True)):
-        if getattr(config, field, causal) not in (causal, None):
-            raise CheckpointError(
-                f"{path}: {field}={str(not causal).lower()}: tokens see later ones, so none can be predicted from what came "
-                "before. Take a causal decoder."
-            )
     return config
 
 
-def unknown_to_transformers(path: str | Path) -> str:
-    """Returns an error message if transformers has no model of the folder's model_type, otherwise
-    an empty string.
-    Code that a folder contains is not run.
-    """
-    from transformers import CONFIG_MAPPING
-
-    kind = _type_of(path)
-    if kind is None or kind in CONFIG_MAPPING:
-        return ""
-    return f"transformers {metadata.version('transformers')} has no model_type={kind} (code that a folder brings is not run)"
-
-
-def _type_of(path: str | Path) -> Any:
-    file = Path(path) / "config.json"
-    return read_json_object(file).get("model_type") if file.is_file() else None
-
-
-def _other(path: str | Path) -> str:
-    return " Take backend=megatron, which has this one." if _type_of(path) in FAMILIES else ""
+def _fields_in(path: str | Path) -> dict[str, Any]:
+    """Returns the content of a folder's config.json; {} if it has none."""
+    return read_json_object(path) if (path := Path(path) / "config.json").is_file() else {}
 
 
 def beyond_its_positions(config: Any, longest: int) -> list[str]:
@@ -160,11 +118,8 @@ def describe_any(config: Any, tower: VisionTower | None = None) -> TransformersM
     (`tower`); the parameters are not counted yet. Raises CheckpointError if a size is missing.
     """
     text = config.get_text_config()
-    if missing := [name for name in SIZES if _said(text, name) is None]:
-        raise CheckpointError(
-            f"model_type={config.model_type}: transformers' config has no {' and no '.join(missing)}, so backend=fsdp can't "
-            "build the model."
-        )
+    if missing := without_sizes(config):
+        raise CheckpointError(missing)
     heads = _said(text, "num_attention_heads") or 1  # of a model without attention
     width = _said(text, "head_dim") or text.hidden_size // heads
     windows = getattr(text, "layer_types", None) or ()

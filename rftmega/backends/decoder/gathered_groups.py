@@ -10,9 +10,10 @@ from torch import nn
 
 from rftmega.backends.decoder.adapted_layers import AdaptedLayers, adapted_of
 from rftmega.backends.decoder.describe import TransformersModel, read_config, tower_of
-from rftmega.backends.decoder.meta_decoder import describe, gathered_apart, on_meta
+from rftmega.backends.decoder.meta_decoder import describe, gathered_apart
 from rftmega.backends.decoder.tensor_plan import splits_of, styles_of
 from rftmega.model_providers.output_head import decoder_of
+from rftmega.model_providers.transformers_decoders import on_meta
 
 Shape = tuple[int, ...]
 

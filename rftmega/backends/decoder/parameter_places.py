@@ -10,6 +10,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -27,6 +28,7 @@ from transformers.core_model_loading import (
 from rftmega.backends.decoder.tensor_plan import Split
 from rftmega.converters import NOT_WEIGHTS
 from rftmega.core.errors import CheckpointError
+from rftmega.core.json_files import read_json_object
 from rftmega.core.shards import (
     Box,
     LogicalTensor,
@@ -38,6 +40,7 @@ from rftmega.core.shards import (
     whole,
     within,
 )
+from rftmega.model_providers.accepting_backends import advice
 from rftmega.models.hf.converted_names import converted_name
 from rftmega.models.hf.hf_folder import HFFolder
 
@@ -179,8 +182,11 @@ def _fused(
         else:
             raise CheckpointError(
                 f"{files.folder}: transformers makes {name} another tensor by {type(operation).__name__}, which has no place "
-                "in this backend: weights are pushed and saved as they are in the folder. Take backend=megatron, or a folder "
-                "that was saved otherwise."
+                "in this backend: weights are pushed and saved as they are in the folder. "
+                + advice(
+                    read_json_object(Path(files.folder) / "config.json"),
+                    "Take a folder that was saved otherwise",
+                )
             )
     axis = joined - 1 if merged else joined
     order = converter.source_patterns.index(pattern)

@@ -15,6 +15,7 @@ from torch import nn
 from rftmega.backends.decoder.per_layer import numbers_in
 from rftmega.converters.adapters import EMBEDDING_DOWN, EMBEDDING_UP
 from rftmega.core.errors import CheckpointError
+from rftmega.model_providers.accepting_backends import advice
 
 if TYPE_CHECKING:  # its import takes seconds
     from transformers import PreTrainedModel
@@ -62,8 +63,8 @@ def styles_of(model: "PreTrainedModel", size: int) -> dict[str, str]:
             continue
         if not _known(style, part):
             raise CheckpointError(
-                f"transformers would split {name} of {kind} by {style!r}, which this backend does not know. Set "
-                "parallel.tensor=1, or take backend=megatron."
+                f"transformers would split {name} of {kind} by {style!r}, which this backend does not know. "
+                + advice(model.config, "Set parallel.tensor=1")
             )
         found[name] = style
     vocabulary = (model.get_input_embeddings(), model.get_output_embeddings())
@@ -71,7 +72,7 @@ def styles_of(model: "PreTrainedModel", size: int) -> dict[str, str]:
     if found.keys() <= words:
         raise CheckpointError(
             f"transformers has no tensor-parallel plan of the layers of {kind}, so parallel.tensor={size} would split nothing "
-            "of them. Set it to 1, or take backend=megatron."
+            f"of them. {advice(model.config, 'Set it to 1')}"
         )
     _refuse_forgotten(model, found)
     found |= dict.fromkeys(words, VOCABULARY)
@@ -100,7 +101,7 @@ def _refuse_forgotten(model: "PreTrainedModel", styles: dict[str, str]) -> None:
             if whole not in styles and module not in styles and parameter.dim() == 1:
                 raise CheckpointError(
                     f"transformers' tensor-parallel plan of {type(model).__name__} says nothing of {whole}, which lies between "
-                    "matrices that it splits. Set parallel.tensor=1, or take backend=megatron."
+                    f"matrices that it splits. {advice(model.config, 'Set parallel.tensor=1')}"
                 )
 
 
@@ -110,9 +111,10 @@ def _refuse_uneven(model: "PreTrainedModel", styles: dict[str, str], size: int) 
     for field in ("num_attention_heads", "num_key_value_heads") if whole_heads else ():
         for heads in numbers_in(config, field):
             if heads % size:
+                repeated = field == "num_key_value_heads"  # by Megatron
                 raise CheckpointError(
-                    f"parallel.tensor={size} does not divide the {heads} heads ({field}) of the model. Lower it, or take "
-                    "backend=megatron."
+                    f"parallel.tensor={size} does not divide the {heads} heads ({field}) of the model. "
+                    + (advice(model.config, "Lower it") if repeated else "Lower it.")
                 )
     for name, parameter, style in _styled(model, styles):
         dim = _dimension(style, parameter.dim())
@@ -123,8 +125,7 @@ def _refuse_uneven(model: "PreTrainedModel", styles: dict[str, str], size: int) 
         block = -(-length // size)
         if (size - 1) * block >= length if style == VOCABULARY else length % (size * parts):
             raise CheckpointError(
-                f"parallel.tensor={size} does not divide {name} {list(parameter.shape)} along dimension {dim}. Lower it, or "
-                "take backend=megatron."
+                f"parallel.tensor={size} does not divide {name} {list(parameter.shape)} along dimension {dim}. Lower it."
             )
 
 

@@ -27,6 +27,7 @@ from rftmega.backends.fsdp.weight import Weight
 from rftmega.config import LoRA
 from rftmega.core.errors import ConfigError
 from rftmega.core.shards import Box, Shard, narrowed
+from rftmega.model_providers.accepting_backends import advice
 from rftmega.models.hf.peft_folder import PEFTFolder, Whole
 from rftmega.models.lora.embedding import EmbeddingWithPair
 from rftmega.models.lora.linear import LinearWithPair, PairDelta
@@ -44,7 +45,7 @@ class ShardedAdapters:
         `network` contains the modules of `model`, which are on the meta device; so are the new
         matrices. Raises ConfigError if no layer matches.
         """
-        self.options, self.placement = options, placement
+        self.options, self.placement, self._config = options, placement, model.config
         self.layers: dict[str, LinearWithPair | EmbeddingWithPair] = {}
         self.stacks: dict[str, AdaptedStack] = {}
         head = network.head if isinstance(network.head, LogProbHead) else None
@@ -84,7 +85,7 @@ class ShardedAdapters:
             if (number := len(places[weight])) > 1:
                 raise ConfigError(
                     f"model.lora.targets: {weight} is {number} tensors of the folder, and can't have an adapter under "
-                    "backend=fsdp. Leave it out of the targets, or take backend=megatron."
+                    f"backend=fsdp. {advice(self._config, 'Leave it out of the targets')}"
                 )
             pairs = zip(pair_of(weight), pair_of(places[weight][0].name), layer.pair, strict=True)
             for known, hf_name, matrix in pairs:

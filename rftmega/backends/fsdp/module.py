@@ -10,14 +10,15 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from rftmega.backends.decoder.describe import SEEING, read_config
-from rftmega.backends.decoder.meta_decoder import on_meta
+from rftmega.backends.decoder.describe import read_config
 from rftmega.backends.fsdp.exchanges import copied
 from rftmega.backends.fsdp.packed_attention import ATTENTION, EDGES
 from rftmega.backends.fsdp.support import refusal_to_pack
 from rftmega.core.errors import CheckpointError
 from rftmega.core.teacher_scores import TeacherRequest
+from rftmega.model_providers.accepting_backends import advice
 from rftmega.model_providers.output_head import OutputHead, decoder_of, output_head
+from rftmega.model_providers.transformers_decoders import SEEING, on_meta
 from rftmega.models.kernels.chunked_head import Head
 from rftmega.models.kernels.linear_log_probs import VocabularyShard, linear_stats
 from rftmega.models.kernels.teacher_terms import TaughtTokens, teacher_numbers, teacher_terms
@@ -224,7 +225,8 @@ def with_head(
     sees = model.config.model_type in SEEING
     if sees and unpacked is not None:
         raise CheckpointError(
-            f"{path}: {unpacked}, so its rows would be padded, and rows with images are packed. Take backend=megatron."
+            f"{path}: {unpacked}, so its rows would be padded, and rows with images are packed. "
+            + advice(model.config, "Take another model")
         )
     network = (SeeingNetwork if sees else Network)(decoder_of(model), head)
     own = {name: names[id(parameter)] for name, parameter in network.named_parameters()}

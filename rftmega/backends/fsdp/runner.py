@@ -10,7 +10,7 @@ from torch import Tensor
 from rftmega.backends.fsdp.feed import Feed, feed
 from rftmega.backends.fsdp.manager import FSDPModelManager
 from rftmega.backends.fsdp.module import Teaching
-from rftmega.backends.runner.model_runner import MicroBatch, ModelRunner, columns_of
+from rftmega.backends.runner.model_runner import MicroBatch, ModelRunner
 from rftmega.core.types import Rows
 from rftmega.data.media.model_inputs import ImageTensors, image_tensors
 from rftmega.model_providers.tower import VisionTower
@@ -79,7 +79,7 @@ class FSDPRunner(ModelRunner):
         )
         grids = [_in_rows(output, fed) for output in outputs]
         if batch.asked is not None:
-            names = columns_of(batch.asked, self.manager.description, self.manager.dtype)
+            names = batch.asked.columns(self.manager.description.hidden, self.manager.dtype)
             return self.told(dict(zip(names, grids, strict=True)), batch)
         if batch.taught:
             logp, entropy, divergence = grids

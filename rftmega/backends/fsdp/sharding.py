@@ -21,6 +21,7 @@ from rftmega.backends.fsdp.mesh import ShardingMesh
 from rftmega.backends.fsdp.module import Network
 from rftmega.config import ParallelConfig
 from rftmega.core.errors import CheckpointError
+from rftmega.model_providers.accepting_backends import advice
 from rftmega.runtime import device
 
 
@@ -78,8 +79,8 @@ def materialise(network: nn.Module, model: PreTrainedModel, where: torch.device)
     anew = [name for name, is_sharded in sharded.items() if not is_sharded]
     if any(sharded.values()) and anew:
         raise CheckpointError(
-            f"transformers ties {anew[0]} of {type(model).__name__} to a tensor of its own, which backend=fsdp can't shard. Take "
-            "backend=megatron, or another model."
+            f"transformers ties {anew[0]} of {type(model).__name__} to a tensor of its own, which backend=fsdp can't shard. "
+            + advice(model.config, "Take another model")
         )
     _recompute_buffers(model)
     for group in sharded_modules(network):
@@ -111,7 +112,7 @@ def _recompute_buffers(model: PreTrainedModel) -> None:
     for module in unknown():
         raise CheckpointError(
             f"{type(module).__name__} of {type(model).__name__} has buffers {sorted(module._non_persistent_buffers_set)} that no "
-            "checkpoint has and that transformers does not make anew. Take backend=megatron, or another model."
+            f"checkpoint has and that transformers does not make anew. {advice(model.config, 'Take another model')}"
         )
 
 

@@ -210,7 +210,7 @@ class ModelRunner:
         own = zip(indices, found, strict=False) if self.ranks.speaks else ()
         counts = rows.mask.sums() if isinstance(rows.mask, Ragged) else rows.mask.sum(1)
         columns = host_memory.current().of_tokens(
-            counts, columns_of(request, self.stepped.description, self.stepped.dtype), own
+            counts, request.columns(self.stepped.description.hidden, self.stepped.dtype), own
         )
         return TeacherScores(torch.ones(len(rows), dtype=torch.bool), **columns)
 
@@ -356,7 +356,8 @@ class ModelRunner:
         """
         whole = whole or self.gives_values
         parts = [experience.select(index) for index in indices]
-        bare = [replace(part, routes=None).padded() for part in parts]  # a loss reads no routes
+        # a loss reads neither
+        bare = [replace(part, routes=None, teacher_logp={}).padded() for part in parts]
         terms = self._terms_of(experience)
         return [
             MicroBatch(
@@ -548,20 +549,6 @@ class ModelRunner:
         if nothing.teachers:
             stats = replace(stats, divergence=empty.new_zeros(*empty.shape, len(nothing.teachers)))
         return list(sums_of(loss_fn(stats, replace(nothing, old_logp=empty))))
-
-
-def columns_of(
-    request: TeacherRequest, description: ModelDescription, dtype: torch.dtype
-) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-    """Returns the columns of a teacher's answer to `request`: name -> (dtype, shape of a token's
-    element). `dtype`: of the model's forward pass.
-    """
-    if request.vocabulary == "full":
-        return {"hidden": (dtype, (description.hidden,))}
-    if request.vocabulary == "top_k":
-        k = request.k
-        return {"ids": (torch.int32, (k,)), "buckets": (torch.float32, (k + 1,))}
-    return {"logp": (torch.float32, ())}
 
 
 def sums_of(loss: TokenLoss) -> dict[str, Tensor]:

@@ -6,7 +6,8 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -50,6 +51,8 @@ DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
+OF_DTYPE = ("dtype", "torch_dtype")  # fields of config.json, of transformers 5 and before
+SECTIONS = ("text_config", "vision_config", "audio_config")
 WEIGHT_DTYPES = ("F64", "F32", "F16", "BF16")
 CODES = {dtype: code for code, dtype in DTYPES.items()} | {torch.float8_e4m3fn: "F8_E4M3"}
 
@@ -401,13 +404,21 @@ def write_index(folder: Path, shards: dict[str, list[PlannedTensor]]) -> None:
     land(folder / INDEX)
 
 
-def copy_companions(source: Path, target: Path, *, quantised: bool = False) -> str | None:
+def copy_companions(
+    source: Path,
+    target: Path,
+    shards: Mapping[str, Sequence[PlannedTensor]],
+    *,
+    quantised: bool = False,
+) -> str | None:
     """Copies a model's config, tokenizer and generation files from folder `source` to `target`: all
     files but weights and files that describe weights.
 
-    `quantised`: the weights are written quantised, as config.json says. Returns the changes to
-    config.json as text, or None if there are none: layers that are not written are no longer
-    counted, and a quantisation that does not apply to the written weights is removed.
+    `shards`: the written tensors by file; empty if they aren't a Hugging Face folder's. `quantised`:
+    the weights are written quantised, as config.json says. Returns the changes to config.json as
+    text, or None if there are none: it gets the dtype of the written tensors, layers that are not
+    written are no longer counted, and a quantisation that does not apply to the written weights is
+    removed.
     """
     said = None
     for path in source.iterdir():
@@ -421,20 +432,35 @@ def copy_companions(source: Path, target: Path, *, quantised: bool = False) -> s
         draft.unlink(missing_ok=True)
         shutil.copyfile(path, draft)  # with this process's rights, not the source's
         if path.name == "config.json":
-            said = _as_written(draft, quantised=quantised)
+            said = _as_written(draft, None if quantised else _dtype_of(shards), quantised=quantised)
         land(target / path.name)
     return said
 
 
-def _as_written(config: Path, *, quantised: bool) -> str | None:
-    """Rewrites a copy of config.json if it counts layers that are not written, or describes a
-    quantisation that the written weights don't have; returns the changes as text, or None.
+def _dtype_of(shards: Mapping[str, Sequence[PlannedTensor]]) -> str | None:
+    """Returns the name of the dtype that most bytes of tensors have; None if it is none of weights."""
+    sizes = Counter[torch.dtype]()
+    for tensors in shards.values():
+        for tensor in tensors:
+            sizes[tensor.dtype] += tensor.bytes
+    if not sizes:
+        return None
+    (dtype, _), *_ = sizes.most_common(1)
+    name = str(dtype).removeprefix("torch.")
+    return name if CODES[dtype] in WEIGHT_DTYPES else None
+
+
+def _as_written(config: Path, dtype: str | None, *, quantised: bool) -> str | None:
+    """Rewrites a copy of config.json if it states another dtype than `dtype` (None: none is to be
+    stated), counts layers that are not written, or describes a quantisation that the written
+    weights don't have; returns the changes as text, or None.
     """
-    content = read_json_object(config)
+    given = read_json_object(config)
+    content = given if dtype is None else _stating(given, dtype)
     changes = written(content)
     if quantised:
         changes.pop(FIELD)
-    if not changes:
+    if not changes and content == given:
         return None
     gone = [name for name, value in changes.items() if value is None]
     kept = {name: value for name, value in (content | changes).items() if name not in gone}
@@ -450,4 +476,23 @@ def _as_written(config: Path, *, quantised: bool) -> str | None:
         )
     if gone:
         found.append(f"config.json has no {', '.join(gone)}: the weights are written unquantised")
+    if content != given:
+        found.append(f"config.json says {dtype}, the dtype of the written weights")
     return "; ".join(found)
+
+
+def _stating(config: Mapping[str, Any], dtype: str) -> dict[str, Any]:
+    """Returns a config.json that states a dtype, also in its sections that stated one."""
+    found = {name: _stated(name, value, dtype) for name, value in config.items()}
+    return found if any(name in found for name in OF_DTYPE) else {**found, "dtype": dtype}
+
+
+def _stated(name: str, value: Any, dtype: str) -> Any:
+    if name in OF_DTYPE:
+        return dtype
+    if name in SECTIONS and isinstance(value, dict):
+        return {
+            inner: dtype if inner in OF_DTYPE and one is not None else one
+            for inner, one in value.items()
+        }
+    return value

@@ -17,8 +17,8 @@ from rftmega.models.kernels.linear_log_probs import CHUNK, VocabularyShard, fuse
 Name = Literal["reverse_kl", "forward_kl", "jsd"]
 
 
-class Divergence(NamedTuple):
-    """Divergence selects how the distributions of student p and teacher q are compared.
+class DivergenceKind(NamedTuple):
+    """DivergenceKind selects how the distributions of student p and teacher q are compared.
 
     reverse_kl is KL(p || q), forward_kl is KL(q || p), and jsd is the generalised Jensen-Shannon
     divergence beta KL(q || m) + (1 - beta) KL(p || m) with m = beta q + (1 - beta) p
@@ -34,7 +34,7 @@ def linear_divergence(
     teacher_NG: Tensor,
     head: Head,
     teacher_head: Head,
-    divergence: Divergence,
+    divergence: DivergenceKind,
     temperature: float | Tensor,
     shard: VocabularyShard,
     *,
@@ -66,7 +66,7 @@ class _Given(NamedTuple):
 
     head: Head
     teacher_head: Head
-    divergence: Divergence
+    divergence: DivergenceKind
     shard: VocabularyShard
     chunk: int
 
@@ -140,7 +140,7 @@ def _sums(
         return torch.stack([value, value])
     if name == "forward_kl":
         return torch.stack([(q * (log_q - log_p)).sum(-1), -q.sum(-1)])
-    log_m = log_mixture(log_p, log_q, beta)
+    log_m = log_average(log_p, log_q, beta)
     of_p = (1 - beta) * (p * (log_p - log_m)).sum(-1)
     return torch.stack([of_p + beta * (q * (log_q - log_m)).sum(-1), of_p])
 
@@ -169,12 +169,12 @@ def _gradient(
     elif name == "forward_kl":
         found = -log_q.exp() - p * mean
     else:
-        found = p * ((1 - beta) * (log_p - log_mixture(log_p, log_q, beta)) - mean)
+        found = p * ((1 - beta) * (log_p - log_average(log_p, log_q, beta)) - mean)
     grad = torch.zeros_like(ours)
     grad[:, :real] = found * pull[:, None]
     return grad
 
 
-def log_mixture(log_p: Tensor, log_q: Tensor, beta: float) -> Tensor:
+def log_average(log_p: Tensor, log_q: Tensor, beta: float) -> Tensor:
     """Returns log(beta q + (1 - beta) p)."""
     return torch.logaddexp(log_p + math.log1p(-beta), log_q + math.log(beta))

@@ -9,7 +9,7 @@ from torch import Tensor
 from rftmega.core.teacher_scores import TeacherRequest, TeacherScores
 from rftmega.models.kernels.chunked_head import Head
 from rftmega.models.kernels.linear_buckets import largest_buckets, linear_buckets
-from rftmega.models.kernels.linear_divergence import Divergence, linear_divergence, log_mixture
+from rftmega.models.kernels.linear_divergence import DivergenceKind, linear_divergence, log_average
 from rftmega.models.kernels.linear_log_probs import VocabularyShard
 
 
@@ -17,7 +17,7 @@ from rftmega.models.kernels.linear_log_probs import VocabularyShard
 class TeacherTerm:
     """TeacherTerm describes the comparison with one teacher."""
 
-    divergence: Divergence
+    divergence: DivergenceKind
     # for the whole vocabulary: the teacher's LM head, of which this process holds the rows of the
     # token ids of its student's shard; None for fewer tokens, or where no LM head is
     head: Head | None = None
@@ -110,13 +110,14 @@ def teacher_numbers(
     """Returns the numbers of a teacher that `asked` names, [N, ...], from its hidden states and LM
     head.
     """
-    if asked.vocabulary == "full":
-        return {"hidden": hidden_NH}
-    if asked.vocabulary == "top_k":
-        ids, buckets = largest_buckets(hidden_NH, head, asked.k, temperature, shard)
-        return {"ids": ids.to(torch.int32), "buckets": buckets}
     own = linear_buckets(hidden_NH, head, targets_N[:, None], temperature, shard)
-    return {"logp": own[:, 0]}
+    found = {"logp": own[:, 0]}
+    if asked.vocabulary == "full":
+        found["hidden"] = hidden_NH
+    if asked.vocabulary == "top_k":
+        ids, found["buckets"] = largest_buckets(hidden_NH, head, asked.k, temperature, shard)
+        found["ids"] = ids.to(torch.int32)
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +164,7 @@ class _Student:
         return sampled_divergence(self.logp, scores["logp"], term.divergence)
 
 
-def bucket_divergence(log_p: Tensor, log_q: Tensor, chosen: Divergence) -> Tensor:
+def bucket_divergence(log_p: Tensor, log_q: Tensor, chosen: DivergenceKind) -> Tensor:
     """Returns the divergence [N] between distributions over buckets, of student and teacher, whose
     log-probs are `log_p` and `log_q` [N, K + 1]. It is at most that over all tokens.
     """
@@ -172,12 +173,12 @@ def bucket_divergence(log_p: Tensor, log_q: Tensor, chosen: Divergence) -> Tenso
         return (p * (log_p - log_q)).sum(-1)
     if chosen.name == "forward_kl":
         return (q * (log_q - log_p)).sum(-1)
-    log_m = log_mixture(log_p, log_q, chosen.beta)
+    log_m = log_average(log_p, log_q, chosen.beta)
     of_teacher = (q * (log_q - log_m)).sum(-1)
     return chosen.beta * of_teacher + (1 - chosen.beta) * (p * (log_p - log_m)).sum(-1)
 
 
-def sampled_divergence(logp: Tensor, teacher_logp: Tensor, chosen: Divergence) -> Tensor:
+def sampled_divergence(logp: Tensor, teacher_logp: Tensor, chosen: DivergenceKind) -> Tensor:
     """Returns an estimate [N] of the divergence from one sampled token per position, whose gradient
     is that of the divergence on average over tokens that the student sampled.
 

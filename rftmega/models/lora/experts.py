@@ -60,7 +60,7 @@ class MatrixWithPairs:
         if function is not functional.linear or len(given) < 2 or not isinstance(given[1], cls):
             raise TypeError(
                 f"The forward pass of this model's experts calls {function} with their weights, and adapters on experts know "
-                "torch.nn.functional.linear alone. Leave experts out of model.lora.targets, or take backend=megatron."
+                "torch.nn.functional.linear alone. Leave experts out of model.lora.targets."
             )
         x, matrix, *bias = given
         completion = functional.linear(x, matrix.weight, *bias, **(named or {}))

@@ -159,7 +159,8 @@ def records(
 
     "tokens" holds a list for each quantity, with one value per token of the response. In it,
     "chosen" is false for tokens that the environment inserted. Log-probs are in nats; "gap" is the
-    engine's log-prob minus the trainer's; null stands for values that are unknown or not finite.
+    engine's log-prob minus the trainer's; "teacher NAME" is a teacher's log-prob minus the
+    trainer's; null stands for values that are unknown or not finite.
 
     "images" lists the prompt's images, each of which has one placeholder in the prompt's text:
     digest, path (null if the image was given as bytes), grid, and a thumbnail in the first object
@@ -220,6 +221,10 @@ def records(
                 "advantage": of(experience.advantage[row]),
                 "entropy": None if experience.entropy is None else of(experience.entropy[row]),
                 "chosen": chosen.tolist(),
+                **{
+                    f"teacher {name}": of(logp[row] - trainer)
+                    for name, logp in experience.teacher_logp.items()
+                },
             },
         }
 

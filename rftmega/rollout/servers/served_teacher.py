@@ -71,7 +71,7 @@ class ServedTeacher:
             found = list(threads.map(lambda row: self._of_row(rows, row, request), own))
         counts = rows.mask.sums()
         given = ((torch.tensor([row]), values) for row, values in zip(own, found, strict=True))
-        columns = host_memory.current().of_tokens(counts, _columns(request), given)
+        columns = host_memory.current().of_tokens(counts, request.columns(0, torch.float32), given)
         return TeacherScores(torch.ones(len(rows), dtype=torch.bool), **columns)
 
     def _of_row(self, rows: Rows[Any], row: int, request: TeacherRequest) -> dict[str, Tensor]:
@@ -135,18 +135,19 @@ class ServedTeacher:
         Raises ValueError for log-probs that no distribution has.
         """
         known = [self._log_probs(places[target + 1]) for target in targets]
+        own = [each.get(tokens[t + 1]) for t, each in zip(targets, known, strict=True)]
+        if any(value is None for value in own):
+            raise ValueError("it gives no log-prob of a token of the row")
+        logp = torch.tensor(own, dtype=torch.float32)
         if request.vocabulary == "sampled":
-            own = [each.get(tokens[t + 1]) for t, each in zip(targets, known, strict=True)]
-            if any(value is None for value in own):
-                raise ValueError("it gives no log-prob of a token of the row")
-            return {"logp": torch.tensor(own, dtype=torch.float32)}
+            return {"logp": logp}
         likeliest = [_likeliest(each, request.k) for each in known]
         ids = torch.tensor([[token for token, _ in each] for each in likeliest], dtype=torch.int32)
         values = torch.tensor([[value for _, value in each] for each in likeliest])
         ids, values = ids.view(-1, request.k), values.view(-1, request.k).double()
         tail = (1.0 - values.exp().sum(-1)).clamp(min=SMALLEST).log()
         buckets = torch.cat([values, tail[:, None]], -1).float()
-        return {"ids": ids, "buckets": buckets}
+        return {"logp": logp, "ids": ids, "buckets": buckets}
 
     def _log_probs(self, place: Any) -> dict[int, float]:
         """Returns token id -> log-prob of one place of a reply."""
@@ -170,9 +171,3 @@ def _likeliest(known: Mapping[int, float], k: int) -> list[tuple[int, float]]:
     if len(known) < k:
         raise ValueError(f"it gives {len(known)} log-probs of a token, and {k} were asked for")
     return sorted(known.items(), key=lambda pair: (-pair[1], pair[0]))[:k]
-
-
-def _columns(request: TeacherRequest) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-    if request.vocabulary == "top_k":
-        return {"ids": (torch.int32, (request.k,)), "buckets": (torch.float32, (request.k + 1,))}
-    return {"logp": (torch.float32, ())}

@@ -157,7 +157,7 @@ def to_megatron(
             ]
             sums |= said["tensors"]
             progress(sum(item.parameter.nbytes for item, _ in group))
-        changed = copy_companions(source, target)
+        changed = copy_companions(source, target, {})
         shapes = {piece.key: piece.global_shape for pieces in model.pieces for piece in pieces}
         finish(target, stored, shapes, model.objects, {"kind": "megatron", **job, "tensors": sums})
         (target / PROGRESS).unlink()
@@ -213,7 +213,7 @@ def to_hf(source: Path, target: Path, *, progress: Progress = lambda _: None) ->
             sums |= said["tensors"]
             of_files[said["file"]] = said["sum"]
             progress(sum(tensor.bytes for tensor in shards[said["file"]]))
-        changed = copy_companions(source, target)
+        changed = copy_companions(source, target, shards)
         write_index(target, shards)
         others = {
             path.name: sum_of(path, "xxh3")

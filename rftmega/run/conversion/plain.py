@@ -120,7 +120,7 @@ def write_folder(
                 note(target, finished[file])
             done[file] = finished[file]
             progress(sum(tensor.bytes for tensor in wanted))
-        changed = copy_companions(source, target)
+        changed = copy_companions(source, target, shards)
         write_index(target, shards)
         of_files = {file: said["sum"] for file, said in done.items()}
         for path in files_of(target):

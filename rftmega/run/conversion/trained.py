@@ -112,7 +112,7 @@ def to_hf(model: SavedModel, target: Path, *, progress: Progress = lambda _: Non
                 note(target, finished[file])
             sums[file] = finished[file]["sum"]
             progress(sum(tensor.bytes for tensor in wanted))
-        changed = copy_companions(model.base, target)
+        changed = copy_companions(model.base, target, shards)
         if any(tensor.name == SCORE for tensor in model.planned):
             say_classifier(target / "config.json")
         write_index(target, shards)

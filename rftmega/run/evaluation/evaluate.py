@@ -55,9 +55,10 @@ class EvaluationTask(NamedTuple):
     groups: Mapping[tuple[str, int], str]  # (set, index of the prompt) -> value of the column
 
     @classmethod
-    def read(cls, config: RunConfig, by: str) -> "EvaluationTask":
+    def read(cls, config: RunConfig, by: str, *, columns: bool = False) -> "EvaluationTask":
         """Reads the data and builds the reward, as a run does; no model is needed. `by`: column of
-        the data whose values are groups of prompts; "": no groups.
+        the data whose values are groups of prompts; "": no groups. `columns`: prompts keep their
+        records.
 
         Raises ConfigError or DataError for a reward or data that can't be used.
         """
@@ -68,7 +69,7 @@ class EvaluationTask(NamedTuple):
             check_prompts(config.reward, prompts)
             environments.check(environment, prompts)
 
-        prompts = held_out_of(config, tokenizer, check=check, columns=bool(by))
+        prompts = held_out_of(config, tokenizer, check=check, columns=columns or bool(by))
         reasoning = Reasoning.of(config.reward.reasoning_markers, tokenizer)
         reward = create(config.reward, tokenizer.decode, reasoning)
         groups = {

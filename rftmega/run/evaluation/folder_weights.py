@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from rftmega.backends.decoder.describe import TransformersModel, read_config, tower_of
-from rftmega.backends.decoder.meta_decoder import describe, on_meta, state_buffers
+from rftmega.backends.decoder.meta_decoder import describe, state_buffers
 from rftmega.backends.decoder.parameter_places import places_of, plan_of_buffer, plans_of, read
 from rftmega.config.options.adapters import EMBEDDING
 from rftmega.converters.adapters import WEIGHT
@@ -14,6 +14,7 @@ from rftmega.core.errors import CheckpointError
 from rftmega.core.json_files import read_json_object
 from rftmega.core.shards import Shard
 from rftmega.model_providers.output_head import names_of_head
+from rftmega.model_providers.transformers_decoders import on_meta
 from rftmega.models.hf.hf_folder import HFFolder, is_finite
 from rftmega.models.hf.peft_folder import PEFTFolder
 from rftmega.models.hf.quantised_folder import open_quantised

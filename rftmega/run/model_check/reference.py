@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rftmega.backends.decoder.describe import SEEING
 from rftmega.core.json_files import read_json_object
+from rftmega.model_providers.transformers_decoders import SEEING
 from rftmega.run.model_check.findings import Finding, note, ok, problem, skipped
 
 SAID = (

@@ -168,7 +168,7 @@ def copy(
     for file, wanted in shards.items():
         write_shard(target / file, wanted, stream)
     write_index(target, shards)
-    copy_companions(source, target)
+    copy_companions(source, target, shards)
     short = shortened(read_json_object(target / "config.json"), layers, kept)
     (target / "config.json").write_text(json.dumps(short, indent=2) + "\n")
 

@@ -10,16 +10,18 @@ from safetensors import SafetensorError, safe_open
 
 from rftmega.backends.decoder.describe import describe_any, read_config, tower_of
 from rftmega.backends.decoder.meta_decoder import describe as described
-from rftmega.backends.decoder.meta_decoder import on_meta, state_buffers
+from rftmega.backends.decoder.meta_decoder import state_buffers
 from rftmega.backends.decoder.parameter_places import places_of
 from rftmega.backends.megatron.load import HEAD, HEADS, refuse_strangers
 from rftmega.config.capabilities import BACKENDS
 from rftmega.converters import has_table, instances, table
 from rftmega.core.errors import CheckpointError
 from rftmega.core.json_files import read_json_object, read_weight_map
-from rftmega.model_providers.description import ModelDescription, describe
+from rftmega.model_providers.description import ModelDescription
+from rftmega.model_providers.description import described as without_advice
 from rftmega.model_providers.hf_config import read_hf_config
 from rftmega.model_providers.output_head import names_of_head, output_head
+from rftmega.model_providers.transformers_decoders import on_meta
 from rftmega.models.hf.hf_folder import INDEX, HFFolder
 from rftmega.models.hf.quantised_folder import open_quantised
 from rftmega.models.hf.stacked_files import open_folder
@@ -50,7 +52,7 @@ def read(folder: Path, backends: Sequence[str]) -> ReadConfig:
 
 def _description(folder: Path, backend: str) -> ModelDescription:
     if not BACKENDS[backend].any_decoder:
-        return describe(read_hf_config(folder))
+        return without_advice(read_hf_config(folder))
     config = read_config(folder)
     describe_any(config)
     model = on_meta(config, "eager")

@@ -10,7 +10,7 @@ from rftmega.config.options.teachers import Teacher, names_of
 from rftmega.core.interfaces import TeacherScorer
 from rftmega.core.teacher_scores import TeacherRequest, TeacherScores
 from rftmega.core.types import Rows
-from rftmega.models.kernels.linear_divergence import Divergence
+from rftmega.models.kernels.linear_divergence import DivergenceKind
 from rftmega.models.kernels.teacher_terms import TeacherTerm
 from rftmega.rollout.servers.served_teacher import ServedTeacher
 from rftmega.run.placement.backend import Backend, TrainablePolicy
@@ -57,7 +57,7 @@ def terms_of(
     for name, teacher in zip(names_of(teachers), teachers, strict=True):
         if teacher.signal != "loss":
             continue
-        divergence = Divergence(teacher.divergence, teacher.beta)
+        divergence = DivergenceKind(teacher.divergence, teacher.beta)
         if teacher.vocabulary != "full":
             found.append(TeacherTerm(divergence))
             continue

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from rftmega.runtime.device.threads import limit_threads
+
 # Large tensors use pages of 2 MiB: freeing them page by page was a third of the time of offloading.
 # Torch reads this at its first allocation.
 os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
@@ -38,11 +40,8 @@ class CPU:
         return None
 
     def select(self, local_rank: int, local_world_size: int) -> torch.device:
-        """Returns the CPU device, after limiting torch's threads to this process's share of the
-        host's cores: with more threads than cores, threads would only wait for each other.
-        """
-        cores = len(os.sched_getaffinity(0))
-        torch.set_num_threads(max(1, cores // local_world_size))
+        """Returns the CPU device, after setting torch's threads (`limit_threads`)."""
+        limit_threads(local_world_size)
         return torch.device("cpu")
 
     def here(self) -> torch.device:

@@ -2,7 +2,6 @@
 
 import importlib.util
 import mmap
-import os
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -13,6 +12,7 @@ import numpy as np
 import torch
 
 from rftmega.runtime.device import hardware
+from rftmega.runtime.device.threads import limit_threads
 
 PEAKS = {  # part of a device's name -> TFLOP/s; the first that fits
     "B200": 2250.0,
@@ -67,11 +67,11 @@ class CUDA:
         return self._cuda.device_count()
 
     def select(self, local_rank: int, local_world_size: int) -> torch.device:
-        """Selects and returns the device whose index is the local rank, and limits torch's threads
-        to this process's share of the host's cores.
+        """Selects and returns the device whose index is the local rank, and sets torch's threads
+        (`limit_threads`).
         """
         self._cuda.set_device(local_rank)
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // local_world_size))
+        limit_threads(local_world_size)
         return torch.device("cuda", local_rank)
 
     def here(self) -> torch.device:

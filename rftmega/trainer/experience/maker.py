@@ -4,6 +4,7 @@ models, and advantages from the rewards.
 
 import time
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from rftmega.core.interfaces import Host, OneProcess, Scorer, ValueScorer
 from rftmega.core.ragged import Ragged
 from rftmega.core.teacher_scores import TeacherScores
 from rftmega.core.types import Experience, Metrics, RowsOfRollouts, Samples
-from rftmega.trainer.experience.teachers import AskedTeacher, advantage_of, log_ratio
+from rftmega.trainer.experience.teachers import AskedTeacher, advantage_of, logp_of
 
 
 class ExperienceMaker:
@@ -119,6 +120,10 @@ class ExperienceMaker:
             teachers=tuple(
                 own for own, each in zip(scores, self.teachers, strict=True) if each.in_loss
             ),
+            teacher_logp={
+                each.name: self.host.once(partial(logp_of, own, taught))
+                for own, each in zip(scores, self.teachers, strict=True)
+            },
         )
 
     def _scores(self, samples: Samples[Ragged], taught: Ragged) -> list[TeacherScores]:
@@ -150,8 +155,6 @@ class ExperienceMaker:
         if not added:
             return advantage
         assert old is not None, "a log-ratio in the advantage needs log-probs before the update"
-        for teacher, own in added:
-            self.measured[f"{teacher.name}_log_ratio"] = log_ratio(own, taught, old)
 
         def summed() -> Ragged:
             parts = [advantage_of(each.chosen, own, taught, old).flat for each, own in added]

@@ -90,7 +90,7 @@ class ReplayBuffer:
                 {
                     each.name: _packed(getattr(group, each.name))
                     for each in fields(group)
-                    if each.name != "teachers"  # validation refuses them with a replay
+                    if not each.name.startswith("teacher")  # validation refuses them here
                 }
                 for group in self.groups
             ]
@@ -101,7 +101,11 @@ class ReplayBuffer:
         if isinstance(given, str):  # of a checkpoint of format 2
             given = torch.load(io.BytesIO(base64.b64decode(given)), weights_only=True)
         groups = [
-            {NAMES.get(name, name): _unpacked(value) for name, value in group.items()}
+            {
+                NAMES.get(name, name): _unpacked(value)
+                for name, value in group.items()
+                if not name.startswith("teacher")
+            }
             for group in given
         ]
         # groups in a checkpoint before format 5 are padded

@@ -11,7 +11,7 @@ from rftmega.config.options.teachers import Teacher
 from rftmega.core.interfaces import Host, TeacherScorer
 from rftmega.core.ragged import Ragged, by_rows
 from rftmega.core.teacher_scores import TeacherRequest, TeacherScores
-from rftmega.core.types import Prompt, Rows, Samples
+from rftmega.core.types import Experience, Metrics, Prompt, Rows, Samples
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,11 +140,22 @@ def advantage_of(chosen: Teacher, scores: TeacherScores, mask: Ragged, old_logp:
     )
 
 
-def log_ratio(scores: TeacherScores, mask: Ragged, old_logp: Ragged) -> float:
-    """Returns the mean over taught tokens of the log-ratio of policy and teacher before the update,
-    an estimate of the reverse KL; 0 without taught tokens.
-    """
+def logp_of(scores: TeacherScores, mask: Ragged) -> Ragged:
+    """Returns the teacher's log-probs of all tokens, NaN for those that it does not teach."""
     assert scores.logp is not None
     taught = mask.flat & mask.spread(scores.taught)
-    own = old_logp.flat[taught] - scores.logp.flat
-    return own.mean().item() if len(own) else 0.0
+    found = torch.full((len(taught),), torch.nan)
+    found[taught] = scores.logp.flat
+    return mask.with_values(found)
+
+
+def log_ratios(experience: Experience[Ragged]) -> Metrics:
+    """Returns for each teacher the mean over taught tokens of the log-ratio of policy and teacher
+    before the update, an estimate of the reverse KL; 0 without taught tokens.
+    """
+    found = {}
+    for name, logp in experience.teacher_logp.items():
+        assert experience.old_logp is not None, "the update has computed it"
+        ratio = (experience.old_logp.flat - logp.flat)[logp.flat.isfinite()]
+        found[f"{name}_log_ratio"] = ratio.mean().item() if len(ratio) else 0.0
+    return found

@@ -42,6 +42,7 @@ from rftmega.rollout import engines as rollout_engines
 from rftmega.rollout.servers import server_engine as servers
 from rftmega.rollout.servers.vllm import auth
 from rftmega.run.placement import engines, reinforcement, supervised
+from rftmega.run.placement.teachers import build as build_teachers
 from rftmega.run.train import task_of
 from rftmega.runtime import device
 from rftmega.runtime.parallel import nodes, process_group
@@ -479,6 +480,18 @@ def built(config: RunConfig) -> Seen:
 def value_model(config: RunConfig) -> RunConfig:
     """The config that the critic, or the reward model, is built with."""
     return next(x[1] for x in built(config) if x[0] == "value model")
+
+
+def taught_by(config: RunConfig) -> Seen:
+    """The folders and layouts of the teachers that the strategy builds."""
+    seen: Seen = []
+
+    class Backend:
+        def teacher(self, own: RunConfig) -> Any:
+            seen.append((own.model.path, own.parallel))
+
+    build_teachers(config, Backend(), is_main=False)  # type: ignore[arg-type]
+    return seen
 
 
 class WithAnyName(ModuleType):

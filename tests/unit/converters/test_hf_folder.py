@@ -67,7 +67,7 @@ def test_layers_that_predict_a_second_token_are_counted_out_in_the_section_of_th
     change_config(folder, text_config=text)
     target = tmp_path / "export"
     target.mkdir()
-    said = copy_companions(folder, target)
+    said = copy_companions(folder, target, {})
     assert said is not None and "text_config.mtp_num_hidden_layers=0" in said
     assert "head_dim" not in said
     config["text_config"] = text | {"mtp_num_hidden_layers": 0}
@@ -118,13 +118,13 @@ def test_a_folder_without_those_layers_says_that_it_has_none(tmp_path: Path) -> 
     source = save_tiny(tmp_path / "source", "deepseek-v3")
     (source / "config.json").chmod(0o444)
     (tmp_path / "target").mkdir()
-    said = copy_companions(source, tmp_path / "target")
+    said = copy_companions(source, tmp_path / "target", {})
     assert said is not None
     assert "num_nextn_predict_layers=0" in said
     before, after = read_hf_config(source), read_hf_config(tmp_path / "target")
     assert before | {"num_nextn_predict_layers": 0} == after
     (tmp_path / "again").mkdir()
-    assert copy_companions(tmp_path / "target", tmp_path / "again") is None
+    assert copy_companions(tmp_path / "target", tmp_path / "again", {}) is None
 
 
 def test_two_files_that_hold_the_same_tensor_are_refused_without_an_index(tmp_path: Path) -> None:

@@ -120,12 +120,15 @@ def test_what_a_model_dropped_when_it_was_made_changes_nothing(
 @pytest.mark.parametrize(
     ("family", "hint"),
     [
-        ("gemma2", "transformers has a decoder of gemma2: set backend=fsdp"),
-        ("phi", "set backend=fsdp"),
-        ("gpt_bigcode", "set backend=fsdp"),
-        ("t5", "has no decoder of this type either"),
-        ("typo", "has no decoder of this type either"),
-        (None, "has no decoder of this type either"),
+        ("gemma2", "backend=fsdp accepts this config.json: set it"),
+        ("phi", "backend=fsdp accepts this config.json: set it"),
+        ("gpt_bigcode", "backend=fsdp accepts this config.json: set it"),
+        (
+            "t5",
+            "backend=fsdp can't train it either: transformers has no language model of model_type=t5",
+        ),
+        ("typo", "has no model_type=typo"),
+        (None, "config.json has no model_type"),
     ],
 )
 def test_a_family_that_is_not_there_is_refused_with_those_that_are(

@@ -10,9 +10,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from rftmega.backends.decoder.meta_decoder import layers_of
 from rftmega.converters.dropout_fields import drops
 from rftmega.model_providers.learning_mode import allow_recomputation, learn
+from rftmega.model_providers.transformers_decoders import layers_of
 from tests.tiny_decoders import FAMILIES, tiny
 
 TOKENS = torch.arange(12)[None] % 97

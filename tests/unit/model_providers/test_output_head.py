@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from rftmega.backends.decoder.describe import read_config
-from rftmega.backends.decoder.meta_decoder import on_meta
 from rftmega.core.errors import CheckpointError
 from rftmega.model_providers.output_head import decoder_of, names_of_head, output_head
+from rftmega.model_providers.transformers_decoders import on_meta
 from tests.family_configs import tiny_config
 from tests.tiny_decoders import VOCABULARY, save_decoder
 

@@ -12,11 +12,11 @@ import pytest
 
 from rftmega.backends.decoder import meta_decoder
 from rftmega.backends.decoder.describe import read_config
-from rftmega.backends.decoder.meta_decoder import on_meta
 from rftmega.converters import instances, table
 from rftmega.core.errors import CheckpointError
 from rftmega.model_providers.description import describe
 from rftmega.model_providers.hf_config import read_hf_config
+from rftmega.model_providers.transformers_decoders import on_meta
 
 COMMON: dict[str, Any] = {"attention_dropout": 0.0, "bos_token_id": 1, "eos_token_id": 2, "hidden_act": "silu",
                           "initializer_range": 0.02, "transformers_version": "4.44.0", "torch_dtype": "bfloat16",

@@ -71,7 +71,7 @@ def test_the_tool_writes_checksums_and_other_folders_do_not_get_them(tmp_path: P
     files = {path.name for path in folder.iterdir()} - {CHECKSUMS}
     assert known_sums(folder).keys() == files
     (tmp_path / "copy").mkdir()
-    copy_companions(folder, tmp_path / "copy")
+    copy_companions(folder, tmp_path / "copy", {})
     assert not (tmp_path / "copy" / CHECKSUMS).exists()
     flip(folder / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"model\.safetensors on"):

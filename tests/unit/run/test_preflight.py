@@ -74,7 +74,7 @@ def test_an_output_head_that_fsdp_has_no_log_probs_of_is_told_before_a_run(tmp_p
 @pytest.mark.parametrize(
     ("backend", "engine", "said"),
     [
-        ("fsdp", "scripted", "Take backend=megatron, which has this one"),
+        ("fsdp", "scripted", "or take backend=megatron"),
         ("megatron", "transformers", "Set rollout.engine=vllm"),
     ],
 )

@@ -10,7 +10,6 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from rftmega.backends.decoder import meta_decoder
 from rftmega.backends.decoder.describe import (
-    SEEING,
     beyond_its_positions,
     describe_any,
     read_config,
@@ -20,6 +19,7 @@ from rftmega.backends.runner.flops import layer_weights
 from rftmega.core.errors import CheckpointError
 from rftmega.model_providers.description import describe
 from rftmega.model_providers.hf_config import read_hf_config
+from rftmega.model_providers.transformers_decoders import SEEING, on_meta
 from tests.tiny_decoders import save_decoder
 from tests.tiny_vision import save_tiny_vision
 
@@ -110,9 +110,7 @@ def test_a_config_is_described_whatever_its_family(tmp_path: Path) -> None:
 def test_a_model_that_sees_is_described_with_its_tower(kind: str, tmp_path: Path) -> None:
     folder = save_tiny_vision(tmp_path, kind)
     config = read_config(folder)
-    described = meta_decoder.describe(
-        meta_decoder.on_meta(config, "eager"), tower_of(folder, config)
-    )
+    described = meta_decoder.describe(on_meta(config, "eager"), tower_of(folder, config))
     wanted = describe(read_hf_config(folder))
     assert described.tower == wanted.tower
     assert described.parameters == wanted.parameters

@@ -9,9 +9,9 @@ from torch.nn import functional
 
 from rftmega.backends.decoder.adapted_layers import adapted_of
 from rftmega.backends.decoder.describe import read_config
-from rftmega.backends.decoder.meta_decoder import on_meta
 from rftmega.config import LoRA
 from rftmega.core.errors import ConfigError
+from rftmega.model_providers.transformers_decoders import on_meta
 from rftmega.models.lora.embedding import EmbeddingWithPair
 from rftmega.models.lora.experts import PairsOfExperts, StackDelta, StackWithPairs
 from rftmega.models.lora.linear import LinearWithPair

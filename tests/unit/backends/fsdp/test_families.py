@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from rftmega.backends.decoder import describe, meta_decoder
+from rftmega.backends.decoder import describe
 from rftmega.backends.decoder.parameter_places import Placed, places_of, plans_of, read
 from rftmega.backends.fsdp import module as fsdp_module
 from rftmega.backends.fsdp.feed import feed
@@ -18,6 +18,7 @@ from rftmega.backends.fsdp.sharding import materialise
 from rftmega.backends.fsdp.support import refusal_to_pack
 from rftmega.core.errors import CheckpointError
 from rftmega.core.shards import Shard
+from rftmega.model_providers import transformers_decoders
 from rftmega.model_providers.output_head import OutputHead
 from rftmega.models.hf.hf_folder import HFFolder
 from tests.tiny_decoders import FAMILIES, VOCABULARY, built_of, save_decoder
@@ -204,7 +205,7 @@ def test_a_tensor_that_transformers_transposes_is_refused_by_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = save_tiny_vision(tmp_path, "qwen3_vl_moe")
-    for module in (describe, meta_decoder, fsdp_module):
+    for module in (describe, transformers_decoders, fsdp_module):
         monkeypatch.setattr(module, "SEEING", ("qwen3_vl_moe",))
     with pytest.raises(CheckpointError, match="down_proj another tensor by Transpose"):
         loaded(folder)

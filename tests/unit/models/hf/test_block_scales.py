@@ -169,7 +169,7 @@ def test_a_copy_of_config_json_does_not_say_that_weights_are_quantised(tmp_path:
     files = open_folder(tmp_path / "quantised", hf_config)
     assert set(files.names) == set(said) == set(load_file(plain / "model.safetensors"))
     (tmp_path / "copy").mkdir()
-    told = copy_companions(tmp_path / "quantised", tmp_path / "copy")
+    told = copy_companions(tmp_path / "quantised", tmp_path / "copy", {})
     assert told is not None
     assert "num_nextn_predict_layers=0" in told
     assert "config.json has no quantization_config: the weights are written unquantised" in told

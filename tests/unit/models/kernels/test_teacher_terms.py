@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from rftmega.models.kernels.linear_divergence import Divergence
+from rftmega.models.kernels.linear_divergence import DivergenceKind
 from rftmega.models.kernels.teacher_terms import bucket_divergence, sampled_divergence
 
-KINDS = [Divergence("reverse_kl"), Divergence("forward_kl"), Divergence("jsd", 0.35)]
+KINDS = [DivergenceKind("reverse_kl"), DivergenceKind("forward_kl"), DivergenceKind("jsd", 0.35)]
 
 
-def plain(p: list[float], q: list[float], kind: Divergence) -> float:
+def plain(p: list[float], q: list[float], kind: DivergenceKind) -> float:
     def kl(one: list[float], other: list[float]) -> float:
         ratios = (torch.tensor(x / y).log().item() for x, y in zip(one, other, strict=True))
         return sum(x * ratio for x, ratio in zip(one, ratios, strict=True))
@@ -23,7 +23,7 @@ def plain(p: list[float], q: list[float], kind: Divergence) -> float:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_buckets_are_compared_as_a_distribution(kind: Divergence) -> None:
+def test_buckets_are_compared_as_a_distribution(kind: DivergenceKind) -> None:
     p, q = [0.2, 0.5, 0.3], [0.6, 0.15, 0.25]
     given = (torch.tensor([x]).log() for x in (p, q))
     found = bucket_divergence(*given, kind)
@@ -34,7 +34,7 @@ def test_buckets_are_compared_as_a_distribution(kind: Divergence) -> None:
 def test_the_gradient_from_one_sampled_token_is_that_of_the_divergence_on_average(
     name: str,
 ) -> None:
-    kind = Divergence(name)  # type: ignore[arg-type]
+    kind = DivergenceKind(name)  # type: ignore[arg-type]
     torch.manual_seed(0)
     logits, teacher = torch.randn(2, 6, dtype=torch.float64)
     logits.requires_grad_()
@@ -48,4 +48,4 @@ def test_the_gradient_from_one_sampled_token_is_that_of_the_divergence_on_averag
 
 def test_one_sampled_token_gives_no_mixture() -> None:
     with pytest.raises(ValueError, match="more than the sampled token"):
-        sampled_divergence(torch.zeros(1), torch.zeros(1), Divergence("jsd"))
+        sampled_divergence(torch.zeros(1), torch.zeros(1), DivergenceKind("jsd"))

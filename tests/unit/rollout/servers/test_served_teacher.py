@@ -114,6 +114,7 @@ def changed(**entry: Any) -> Reply:
     return reply
 
 
+OWN = {"logprob": -0.5}
 BROKEN: dict[str, Reply] = {
     "no JSON": lambda body: (200, b"<html>"),
     "a status": lambda body: (500, b"{}"),
@@ -121,7 +122,7 @@ BROKEN: dict[str, Reply] = {
     "no log-probs": lambda body: (200, b'{"choices": [{}]}'),
     "too few": lambda body: (200, b'{"choices": [{"prompt_logprobs": [null]}]}'),
     "no dictionary": changed(place=[1]),
-    "another vocabulary": changed(place={"20": {"logprob": -1.0}}),
+    "another vocabulary": changed(place={"20": {"logprob": -1.0}, "7": OWN, "3": OWN}),
     "no number": changed(place={"7": {"logprob": "x"}}),
     "not a number": changed(place={"7": {"logprob": float("nan")}}),
     "above 0": changed(place={"7": {"logprob": 0.7}}),

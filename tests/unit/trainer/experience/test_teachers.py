@@ -14,7 +14,7 @@ from rftmega.core.ragged import Ragged
 from rftmega.core.teacher_scores import TeacherRequest, TeacherScores
 from rftmega.core.types import Experience, Prompt, Rows, Samples, Taught, TokenStats
 from rftmega.trainer.experience import ExperienceMaker
-from rftmega.trainer.experience.teachers import AskedTeacher
+from rftmega.trainer.experience.teachers import AskedTeacher, log_ratios
 
 ROWS = [[5, 6, 7, 8, 9], [5, 6, 3, 4], [1, 2, 9, 9, 9, 9], [1, 2, 7]]
 PROMPT_LENGTHS = [2, 2, 2, 2]
@@ -139,7 +139,7 @@ def test_dropped_completions_are_not_taught() -> None:
 @pytest.mark.parametrize("discount", [0.0, 0.5])
 def test_a_teacher_in_the_advantage_adds_discounted_log_ratios(discount: float) -> None:
     chosen = replace(ADVANTAGE, discount=discount)
-    experience, maker, _ = made(chosen, samples(*[(Taught(),)] * 3, (None,)))
+    experience, _, _ = made(chosen, samples(*[(Taught(),)] * 3, (None,)))
     assert experience.teachers == ()
     of_tokens = [[-7, -8, -9], [-3, -4], [-9, -9, None, -9]]
     for row, logps in enumerate(of_tokens):
@@ -157,4 +157,7 @@ def test_a_teacher_in_the_advantage_adds_discounted_log_ratios(discount: float) 
     assert not experience.advantage[3].any()
     ratios = [x for row in of_tokens for x in row if x is not None]
     mean = sum(-0.5 - x / 10 for x in ratios) / len(ratios)
-    assert maker.measured["expert_log_ratio"] == pytest.approx(mean, abs=1e-6)
+    assert log_ratios(experience) == {"expert_log_ratio": pytest.approx(mean, abs=1e-6)}
+    shown = experience.teacher_logp["expert"]
+    assert [round(10 * x, 3) for x in shown[0].tolist()[1:]] == of_tokens[0]
+    assert shown[3].isnan().all()

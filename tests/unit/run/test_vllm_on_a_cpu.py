@@ -1,0 +1,50 @@
+"""Hybrid models that vLLM's CPU kernels don't compute are refused before a model is built."""
+
+from pathlib import Path
+
+import pytest
+
+from rftmega.config import ParallelConfig
+from rftmega.core.errors import ConfigError
+from rftmega.run.preflight import preflight
+from tests.tiny_models import save_tiny
+from tests.unit.run.test_preflight import config_of
+
+SIZES = "know no gated delta nets with linear_key_head_dim={} and linear_value_head_dim={}, only"
+DTYPE = "in bfloat16 only, and model.dtype={} is float32 here"
+
+
+@pytest.mark.parametrize("backend", ["megatron", "fsdp"])
+@pytest.mark.parametrize(
+    ("variant", "dtype", "heads", "complaints"),
+    [
+        ("qwen3.5", "bfloat16", (64, 64), []),
+        ("qwen3-next-moe", "bfloat16", (128, 128), []),
+        ("qwen3.5", "float32", (64, 64), [DTYPE.format("float32")]),
+        ("qwen3.5", "auto", (64, 64), [DTYPE.format("auto")]),
+        ("qwen3.5", "bfloat16", (32, 32), [SIZES.format(32, 32)]),
+        ("qwen3.5", "bfloat16", (64, 128), [SIZES.format(64, 128)]),
+        ("qwen3.5-moe", "auto", (16, 12), [DTYPE.format("auto"), SIZES.format(16, 12)]),
+    ],
+)
+def test_gated_delta_nets_that_the_kernels_do_not_know_are_refused(
+    variant: str,
+    dtype: str,
+    heads: tuple[int, int],
+    complaints: list[str],
+    backend: str,
+    tmp_path: Path,
+) -> None:
+    config = config_of(tmp_path, variant, ParallelConfig(), "vllm")
+    sizes = dict(zip(("linear_key_head_dim", "linear_value_head_dim"), heads, strict=True))
+    save_tiny(tmp_path, variant, **sizes)
+    config.backend, config.model.dtype = backend, dtype  # type: ignore[assignment]
+    said = ""
+    try:
+        preflight(config, 1)
+    except ConfigError as error:
+        said = str(error)
+    assert said.count("\n  - ") == len(complaints), said
+    assert all(complaint in said for complaint in complaints)
+    config.rollout.engine = "transformers"
+    preflight(config, 1)
