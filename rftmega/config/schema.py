@@ -366,8 +366,8 @@ class DataConfig:
     """
 
     response_key: str = "response"
-    """Supervised data (including data.ptx): key of the response to train on (not needed if the
-    prompt's chat messages end with it).
+    """Supervised data (including data.ptx), and KTO's single responses: key of the response to
+    train on (not needed if the prompt's chat messages end with it).
     """
 
     tools_key: str = "tools"
@@ -387,6 +387,11 @@ class DataConfig:
 
     rejected_key: str = "rejected"
     """Preference data: key of the rejected response, or of a conversation that ends with it."""
+
+    desirable_key: str = ""
+    """KTO on single responses (data.response_key): key of the boolean that says whether a response
+    is desirable; empty: records have pairs.
+    """
 
     chat_template: bool = False
     """Apply the tokenizer's chat template to prompts given as strings, too (as one user message).
@@ -983,6 +988,19 @@ class RunConfig:
     def reads_columns(self) -> bool:
         """Returns whether a reward component or the environment reads the columns of the data set."""
         return self.reward.reads_columns or self.environment.type != "single_turn"
+
+    @property
+    def given_rows(self) -> int:
+        """Returns the number of rows (responses) per record of a task without rollouts: 2 for
+        pairs, which the loss takes together; 1 for others.
+        """
+        task = self.algorithm.task
+        return 2 if task == "reward_model" or self.reads_pairs else 1
+
+    @property
+    def reads_pairs(self) -> bool:
+        """Returns whether the run trains a policy on pairs of responses."""
+        return self.algorithm.task == "preference" and not self.data.desirable_key
 
     @property
     def exported(self) -> str:

@@ -278,6 +278,9 @@ class Rows(Generic[Column]):
     # of each token but the last, see expert_routes; None: the router chooses
     routes: Column | None = None
     unsafe: Tensor | None = None  # [B] bool: the response is harmful; None: not known
+    desirable: Tensor | None = None  # [B] bool: the response is preferred; None: no preferences
+    # [B] float64: log-prob of the response under the reference; None: not read
+    reference_sum: Tensor | None = None
 
     @staticmethod
     def of_completions(tokens: Tensor, prompt_lengths: Tensor, lengths: Tensor) -> "Rows":
@@ -445,6 +448,17 @@ class Samples(Generic[Column]):
         )
 
 
+class Preferences(NamedTuple):
+    """Preferences holds the rows of a batch of preference data.
+
+    Of pairs, row 2i is the chosen and row 2i + 1 the rejected response of pair i.
+    """
+
+    rows: Rows
+    # one per row: its prompt with the response to another prompt; None unless KTO reads them
+    mismatched: Rows | None = None
+
+
 class RowsOfRollouts(NamedTuple):
     """RowsOfRollouts assigns the B rows of a batch to its R rollouts; rows of the same rollout are
     adjacent.
@@ -538,6 +552,10 @@ class Experience(Generic[Column]):
     # expert routes used in the policy's update, see Rows; None: the router chooses
     routes: Column | None = None
     unsafe: Tensor | None = None  # [B] bool, see Rows
+    desirable: Tensor | None = None  # [B] bool, see Rows
+    reference_sum: Tensor | None = None  # [B] float64, see Rows
+    # [B] float64: KTO's estimate of the KL to the reference, the same for all rows of a step
+    kl_baseline: Tensor | None = None
     # of each teacher whose divergence is part of the loss
     teachers: tuple[TeacherScores, ...] = ()
     # teacher -> its log-probs of the sampled tokens, NaN where it does not teach; for people

@@ -78,6 +78,12 @@ class PromptOrder(Generic[T]):
         }
 
     @property
+    def examples(self) -> Iterator[T]:
+        """Yields the examples of all sources, in the order of the files."""
+        for source in self._sources:
+            yield from source.items
+
+    @property
     def epochs(self) -> float:
         """Returns how many times the data has been used so far: 0.5 is half of its examples."""
         return self.position / sum(self.sizes.values())

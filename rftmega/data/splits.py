@@ -10,11 +10,18 @@ from typing import Any
 from rftmega.config import RunConfig, task_source
 from rftmega.config.options.teachers import Teacher
 from rftmega.core.errors import DataError
-from rftmega.core.types import Prompt, Rows
+from rftmega.core.types import Prompt
 from rftmega.data.media.audio_processor import AudioProcessor
 from rftmega.data.media_reader import MediaOptions
 from rftmega.data.patches import check_patches
-from rftmega.data.preference import load_preferences, pair_rows
+from rftmega.data.preference import (
+    Preference,
+    load_labelled,
+    load_preferences,
+    pair_rows,
+    preferences,
+    with_mismatched,
+)
 from rftmega.data.prompt_images import HasMedia, check_images
 from rftmega.data.prompts import load_prompts
 from rftmega.data.records.epochs import Examples
@@ -150,22 +157,34 @@ def given_of(
     *,
     rank: int = 0,
     ranks: int = 1,
-) -> tuple[PromptOrder[Any], dict[str, Rows]]:
+) -> tuple[PromptOrder[Any], dict[str, Any]]:
     """Returns the stream of training batches in their order, and a dictionary from the name of each
     evaluation set to its rows, for supervised fine-tuning (algorithm.task=sft) or reward models
-    (task=reward_model).
+    (task=reward_model). For task=preference, both hold lists of examples, of which
+    `preference_rows` makes rows once the reference has scored them.
 
     `most`: maximum number of records to read per file, None: all. `rank`, `ranks`: as in
     `prompts_of`.
     """
-    rows: Callable[..., Rows] = rows_of if config.algorithm.task == "sft" else pair_rows
+    collated: dict[str, Callable[..., Any]] = {"sft": rows_of, "reward_model": pair_rows}
+    rows = collated.get(config.algorithm.task, list)
 
     def load(source: str) -> Sequence[Any]:
         if config.algorithm.task == "sft":
             return _examples(config, tokenizer, source, most, rank, ranks)
+        if config.algorithm.task == "preference":
+            return _preferences(config, tokenizer, source, most, rank, ranks)
         safety = config.algorithm.reward_model_loss == "cost"
         limits = _limits(config)
-        return load_preferences(source, tokenizer, config.data, safety=safety, **limits, most=most)
+        return load_preferences(
+            source,
+            tokenizer,
+            config.data,
+            max_prompt_tokens=limits["max_prompt_tokens"],
+            max_response_tokens=limits["max_response_tokens"],
+            safety=safety,
+            most=most,
+        )
 
     size, seed = config.trainer.prompts_per_step, config.trainer.seed
     order = order_of(config.data, load, batch_size=size, seed=seed, collate=rows)
@@ -188,6 +207,27 @@ def _examples(
     )
     _check_media(config, media, examples, places, rank, ranks)
     return examples
+
+
+def _preferences(
+    config: RunConfig,
+    tokenizer: Tokenizer,
+    source: str,
+    most: int | None,
+    rank: int,
+    ranks: int,
+) -> Examples[Preference]:
+    """Returns the preferences of `source`, whose media were decoded once; for KTO with mismatched
+    responses.
+    """
+    media, places = MediaOptions.of(config), list[str]()
+    given: dict[str, Any] = {"media": media, "places": places, "most": most, **_limits(config)}
+    if config.reads_pairs:
+        found = preferences(load_preferences(source, tokenizer, config.data, **given))
+    else:
+        found = load_labelled(source, tokenizer, config.data, **given)
+    _check_media(config, media, found, places, rank, ranks)
+    return with_mismatched(found) if config.algorithm.scores_mismatched else found
 
 
 def _check_media(

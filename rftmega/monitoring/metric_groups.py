@@ -17,7 +17,7 @@ GROUPS: Mapping[str, re.Pattern[str]] = {
     ),
     "train": re.compile(
         r"loss|policy_loss|ratio|ppo_kl|importance(_effective)?|kl|entropy|clip_fraction|(optimizer|skipped|empty)_steps"
-        r"|value(_.+)?|explained_variance|cross_entropy|accuracy|margin|(chosen|rejected|safety|ptx)_.+|count|grad_norm"
+        r"|value(_.+)?|explained_variance|cross_entropy|log_odds_ratio|accuracy|margin|(chosen|rejected|safety|ptx)_.+|count|grad_norm"
         r"|learning_rate|reference_kl|kl_coef"
     ),
 }

@@ -19,6 +19,7 @@ TASKS = {
     "rl": "reinforcement learning",
     "sft": "learning given answers",
     "reward_model": "learning preferences: it gives a reward",
+    "preference": "preference optimization",
 }
 
 

@@ -40,6 +40,7 @@ from rftmega.models.hf.quantised_folder import is_quantised
 from rftmega.models.known_fields import ignore
 from rftmega.rollout.servers.vllm import auth
 from rftmega.run import run_end
+from rftmega.run.planning.memory import rows_of
 from rftmega.run.vllm_on_a_cpu import refusals
 from rftmega.runtime import device
 from rftmega.runtime.device import hardware
@@ -451,12 +452,8 @@ def dry_run(config: RunConfig, world_size: int) -> str:
         shards = world_size // parallel.replicas // parallel.tensor
         shared = f" x TP {parallel.tensor}" if parallel.tensor > 1 else ""
         layout = f"{parallel.replicas} replica(s), each over {shards}{shared}"
-    completions = {
-        "rl": config.rollout.train_samples_per_prompt or config.rollout.samples_per_prompt,
-        "sft": 1,
-        "reward_model": 2,
-    }[config.algorithm.task]
-    rows = config.trainer.prompts_per_step * completions
+    rows = rows_of(config)
+    completions = rows // config.trainer.prompts_per_step
     batch = f"{config.trainer.prompts_per_step} prompts x {completions} completions = {rows} rows"
     lines = [
         f"model       {model.family}, {model.parameters:,} parameters, {model.layers} layers, vocabulary {model.vocabulary}",

@@ -145,8 +145,8 @@ def look(config: RunConfig, most: int) -> str:
 
 
 def supervise(config: RunConfig) -> int:
-    """Trains a policy on given completions, or a reward model on preferences. Returns the exit
-    code.
+    """Trains a policy on given completions or preferences, or a reward model on preferences.
+    Returns the exit code.
     """
     from rftmega.data.splits import given_of
     from rftmega.runtime.parallel.environment import whole_number
@@ -156,19 +156,32 @@ def supervise(config: RunConfig) -> int:
     rows, held_out = given_of(config, tokenizer, **share)
 
     from rftmega.monitoring.callbacks import callbacks_of
-    from rftmega.monitoring.observers.assemble import evaluation_of_rows
+    from rftmega.monitoring.observers.assemble import (
+        evaluation_of_preferences,
+        evaluation_of_rows,
+    )
     from rftmega.monitoring.observers.checkpointing import resume
     from rftmega.monitoring.observers.control_tokens import ControlTokensInData
     from rftmega.run.input_files import inputs_of
+    from rftmega.run.placement.reference_log_probs import collate_of
     from rftmega.run.placement.supervised import SupervisedStrategy
     from rftmega.run.process import joined
     from rftmega.trainer import Algorithm
+    from rftmega.trainer.loop import Trainer
 
     with joined(config) as (world, stop):
         strategy = SupervisedStrategy(config, world, built_backend(config))
-        trainer = Algorithm(config).supervised(strategy, stop=stop)
+        if config.algorithm.task == "preference":
+            # before a resume, so that the weights are those of the start
+            collate = collate_of(config, strategy.policy, rows, held_out, world)
+            trainer: Trainer = Algorithm(config).preferring(
+                strategy, strategy.policy, collate, stop=stop
+            )
+            evaluation = evaluation_of_preferences(config, held_out, strategy.policy, collate)
+        else:
+            trainer = Algorithm(config).supervised(strategy, stop=stop)
+            evaluation = evaluation_of_rows(config, held_out, strategy.model)
         parts: dict[str, Any] = {"data": rows, "trainer": trainer}
-        evaluation = evaluation_of_rows(config, held_out, strategy.model)
         trainer.callbacks = [
             ControlTokensInData(tokenizer.named),
             *callbacks_of(config, strategy, parts, evaluation, tokenizer, is_main=world.is_main),

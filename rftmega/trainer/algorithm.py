@@ -10,6 +10,7 @@ from rftmega.algorithms.aggregation import Aggregation, aggregation_of
 from rftmega.algorithms.kl import KLController
 from rftmega.algorithms.losses import policy_loss
 from rftmega.algorithms.mismatch import effectiveness_of
+from rftmega.algorithms.preference import preference_loss
 from rftmega.algorithms.shaping import Shaping
 from rftmega.algorithms.supervised import cost_loss, cross_entropy_loss, pairwise_loss
 from rftmega.algorithms.values import value_loss
@@ -35,6 +36,7 @@ from rftmega.trainer.learner import Learner
 from rftmega.trainer.logprob_mismatch.gate import GapGate, limits_of
 from rftmega.trainer.optimizer_steps import Schedule
 from rftmega.trainer.ppo import PPOTrainer, StepParts, StepSampling
+from rftmega.trainer.preference import Collate, PreferenceTrainer
 from rftmega.trainer.ptx import PTX, Order
 from rftmega.trainer.replay_mixer import ReplayMixer
 from rftmega.trainer.rollout_schedules import Asynchronous, OneAhead, Replayed, Synchronous
@@ -102,7 +104,7 @@ class Algorithm:
     def supervised(
         self, model: Learns, *, stop: Callable[[], bool] = lambda: False
     ) -> SupervisedTrainer:
-        """Builds a trainer for supervised fine-tuning (algorithm.task=sft) or for preference pairs
+        """Builds a trainer for supervised fine-tuning (algorithm.task=sft) or for a reward model
         (algorithm.task=reward_model). `stop`: see Trainer.
         """
         if self.chosen.task == "sft":
@@ -116,6 +118,30 @@ class Algorithm:
         return SupervisedTrainer(
             model=model, loss_fn=loss_fn, group_size=2, schedule=self.schedule, stop=stop
         )
+
+    def preferring(
+        self,
+        model: Learns,
+        policy: Scorer,
+        collate: Collate,
+        *,
+        stop: Callable[[], bool] = lambda: False,
+    ) -> PreferenceTrainer:
+        """Builds a trainer of a policy on preference data (algorithm.task=preference). `policy`:
+        computes the log-probs of `model`; `collate`: makes rows of examples; `stop`: see Trainer.
+        """
+        return PreferenceTrainer(
+            model=model,
+            policy=policy,
+            collate=collate,
+            loss_fn=self.preference_loss(),
+            group_size=self.config.given_rows,
+            schedule=self.schedule,
+            stop=stop,
+        )
+
+    def preference_loss(self) -> LossFn:
+        return preference_loss(self.chosen.preference, paired=self.config.reads_pairs)
 
     @property
     def schedule(self) -> Schedule:

@@ -1,6 +1,7 @@
 """FSDPActor: the policy model with sharded parameters."""
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 from torch import Tensor
@@ -49,10 +50,10 @@ class FSDPActor(FSDPModel):
         self.runner = FSDPRunner(self.manager, TokenStats)
         residency, weights = self.manager.residency, self.manager.weights
         self.reference: ReferenceWeights | ShardedAdapters | None = None
+        if cfg.algorithm.reads_reference and self.manager.adapters is None:
+            self.sum_of_frozen = self.manager.sum_of_weights()
         if cfg.algorithm.kl.coef > 0:
             # with adapters, the frozen base model is the reference: no second copy of the weights
-            if self.manager.adapters is None:
-                self.sum_of_frozen = self.manager.sum_of_weights()
             self.reference = self.manager.adapters or ReferenceWeights(residency, weights)
         if cfg.algorithm.ema_beta > 0:
             self.average = AveragedWeights(residency, weights, cfg.algorithm.ema_beta)
@@ -83,6 +84,22 @@ class FSDPActor(FSDPModel):
         )
         with self.reference.swapped_in():
             return self.log_probs(rows)
+
+    @property
+    def starting_sum(self) -> int:
+        """Returns the checksum of the weights that `starting_log_probs` scores with."""
+        found = self.sum_of_frozen if self.manager.adapters is None else self.manager.sum_of_base
+        assert found is not None, "this run reads no log-probs of the reference"
+        return found
+
+    def starting_log_probs(self, rows: Rows[Column]) -> TokenStats[Column]:
+        """Returns the log-prob and entropy of every target token at temperature 1, under the base
+        model if the policy has adapters, otherwise under the current weights: before training,
+        those of the starting policy.
+        """
+        adapters = self.manager.adapters
+        with nullcontext() if adapters is None else adapters.swapped_in():
+            return self.log_probs(rows, temperature=1.0)
 
     def teach(self, rows: Rows[Any], request: TeacherRequest) -> TeacherScores:
         """Returns a teacher's numbers of the tokens of the mask of `rows`, see `ModelRunner.teach`."""

@@ -1,6 +1,7 @@
 """MegatronActor: the policy model, in any parallel layout."""
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -62,10 +63,10 @@ class MegatronActor(MegatronModel):
                 router_replay.install(chunk, experts.layers)
         residency, weights = self.manager.residency, self.manager.weights
         self.reference: ReferenceWeights | Adapters | None = None
+        if role == "actor" and cfg.algorithm.reads_reference and self.manager.adapters is None:
+            self.sum_of_frozen = self.manager.sum_of_weights()
         if role == "actor" and cfg.algorithm.kl.coef > 0:
             # with adapters, the frozen base model is the reference: no second copy of the weights
-            if self.manager.adapters is None:
-                self.sum_of_frozen = self.manager.sum_of_weights()
             self.reference = self.manager.adapters or ReferenceWeights(residency, weights)
         keep_average = role == "actor" and cfg.algorithm.ema_beta > 0
         self.average = (
@@ -103,6 +104,22 @@ class MegatronActor(MegatronModel):
         with self.reference.swapped_in():
             own: TokenStats[Column] = self.runner.score(replace(rows, routes=None))
         return own
+
+    @property
+    def starting_sum(self) -> int:
+        """Returns the checksum of the weights that `starting_log_probs` scores with."""
+        found = self.sum_of_frozen if self.manager.adapters is None else self.manager.sum_of_base
+        assert found is not None, "this run reads no log-probs of the reference"
+        return found
+
+    def starting_log_probs(self, rows: Rows[Column]) -> TokenStats[Column]:
+        """Returns the log-prob and entropy of every target token at temperature 1, under the base
+        model if the policy has adapters, otherwise under the current weights: before training,
+        those of the starting policy.
+        """
+        adapters = self.manager.adapters
+        with nullcontext() if adapters is None else adapters.swapped_in():
+            return self.log_probs(rows, temperature=1.0)
 
     def teach(self, rows: Rows[Any], request: TeacherRequest) -> TeacherScores:
         """Returns a teacher's numbers of the tokens of the mask of `rows`, see `ModelRunner.teach`."""

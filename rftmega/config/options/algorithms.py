@@ -18,6 +18,7 @@ from rftmega.config.options.bounds import (
     Share,
 )
 from rftmega.config.options.parts import Advantage, ImportanceSampling, PolicyLoss
+from rftmega.config.options.preference import DPO, KTO, ORPO, PreferenceIPO, SimPO
 from rftmega.config.options.teachers import Teacher
 
 
@@ -399,10 +400,16 @@ class AlgorithmConfig:
     set explicitly take precedence.
     """
 
-    task: Literal["rl", "sft", "reward_model"] = "rl"
-    """Task: rl (rewards of sampled completions), sft (supervised fine-tuning) or reward_model
-    (preference data); docs/data.md.
+    task: Literal["rl", "sft", "reward_model", "preference"] = "rl"
+    """Task: rl (rewards of sampled completions), sft (supervised fine-tuning), reward_model (a
+    reward model of preference data; docs/data.md) or preference (a policy of preference data;
+    docs/preference.md).
     """
+
+    preference: Annotated[DPO | PreferenceIPO | SimPO | KTO | ORPO, Discriminator("type")] = field(
+        default_factory=DPO
+    )
+    """Loss of algorithm.task=preference."""
 
     reward_model_loss: Literal["pairwise", "cost"] = "pairwise"
     """Loss of algorithm.task=reward_model. pairwise: the chosen response scores higher; cost: the
@@ -479,6 +486,23 @@ class AlgorithmConfig:
     """Training epochs per rollout (num_iterations in TRL); the first in the rollout's order,
     further ones shuffled.
     """
+
+    @property
+    def scores_reference_once(self) -> bool:
+        """Returns whether the loss reads the log-probs of the given responses under the starting
+        policy, which are computed once, before training.
+        """
+        return self.task == "preference" and self.preference.needs_reference
+
+    @property
+    def scores_mismatched(self) -> bool:
+        """Returns whether each optimizer step scores mismatched responses first, for KTO's baseline."""
+        return self.task == "preference" and self.preference.takes_labels
+
+    @property
+    def reads_reference(self) -> bool:
+        """Returns whether log-probs under the starting policy are computed at all."""
+        return self.kl.coef > 0 or self.scores_reference_once
 
     @property
     def steps_per_rollout(self) -> int:

@@ -1,6 +1,12 @@
 """Checks of algorithm options that contradict each other or have no effect."""
 
-from rftmega.config.options.algorithms import CPGD, Clip, NoImportance, PassAtK
+from rftmega.config.options.algorithms import (
+    CPGD,
+    AlgorithmConfig,
+    Clip,
+    NoImportance,
+    PassAtK,
+)
 from rftmega.config.schema import RewardConfig, RunConfig
 from rftmega.config.tree import unions, value_of
 
@@ -51,6 +57,11 @@ def algorithm_options(config: RunConfig) -> list[str]:
         found.append(
             f"algorithm.reward_model_loss={algorithm.reward_model_loss}: with algorithm.task={algorithm.task} nothing reads it. "
             "Leave it out."
+        )
+    if algorithm.preference != AlgorithmConfig().preference:
+        found.append(
+            f"algorithm.preference.type={algorithm.preference.type}: with algorithm.task={algorithm.task} nothing reads "
+            "algorithm.preference. Leave it out, or set algorithm.task=preference."
         )
     if isinstance(loss, Clip) and 0 < loss.dual <= 1:
         found.append(f"algorithm.policy_loss.dual={loss.dual} must be above 1, or 0 for none.")

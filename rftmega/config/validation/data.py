@@ -14,7 +14,15 @@ READ_FROM = {  # algorithm.task -> options of data that it reads
     "rl": ("label_key", "kind_key", "trailing_assistant", "columns"),
     "sft": ("response_key", "trained_turns", "tools_key"),
     "reward_model": ("chosen_key", "rejected_key", "trailing_assistant", "tools_key"),
+    "preference": (
+        "chosen_key",
+        "rejected_key",
+        "desirable_key",
+        "trailing_assistant",
+        "tools_key",
+    ),
 }
+OF_SINGLE_RESPONSES = ("response_key", "desirable_key", "trailing_assistant", "tools_key")
 
 
 def training_data(config: RunConfig) -> list[str]:
@@ -41,11 +49,19 @@ def training_data(config: RunConfig) -> list[str]:
         found.append(
             f"data.sources: the weights are exact only after {cycle} examples, more than {LONGEST_CYCLE}. Round them, as to 0.25."
         )
-    read_here = {*READ_FROM.get(task, ()), *(READ_FROM["sft"] if data.ptx else ())}
+    single = task == "preference" and data.desirable_key
+    own = OF_SINGLE_RESPONSES if single else READ_FROM.get(task, ())
+    read_here = {*own, *(READ_FROM["sft"] if data.ptx else ())}
+    if single and not config.algorithm.preference.takes_labels:
+        found.append(
+            f"data.desirable_key={data.desirable_key} needs algorithm.preference.type=kto: "
+            f"{config.algorithm.preference.type} compares the responses of a pair. Leave it out."
+        )
+    said = f" and data.desirable_key={data.desirable_key}" if single else ""
     for option in sorted({option for read in READ_FROM.values() for option in read} - read_here):
         if (value := getattr(data, option)) != getattr(DataConfig(), option):
             found.append(
-                f"data.{option}={value}: with algorithm.task={task} nothing reads it. Leave it out."
+                f"data.{option}={value}: with algorithm.task={task}{said} nothing reads it. Leave it out."
             )
     if data.columns and not config.reads_columns and task == "rl":
         found.append(

@@ -35,7 +35,8 @@ def step_rows(config: RunConfig) -> list[str]:
             f"(trainer.prompts_per_step x completions = {config.trainer.prompts_per_step} x {answers} = {rows})."
         )
     longest = config.rollout.max_row_tokens
-    together, what = (1, "one row") if task != "reward_model" else (2, "a pair of rows")
+    together = config.given_rows
+    what = "a pair of rows" if together == 2 else "one row"
     # a score takes one more position at the end of the row
     longest += int(task == "reward_model" or bool(config.reward.scoring_models()))
     attention_cap = config.trainer.max_attention_per_micro_batch

@@ -93,7 +93,7 @@ def _with_audio(config: RunConfig, positions: int) -> list[str]:
             f"rollout.engine=vllm: vLLM takes windows of {VLLM_POSITIONS} positions (30 s), and the model's "
             f"max_source_positions is {positions}. Set rollout.engine=transformers."
         )
-    most = config.rollout.max_images * positions
+    most = config.rollout.max_images * positions * config.given_rows
     if 0 < (cap := config.trainer.max_patches_per_micro_batch) < most:
         found.append(
             f"trainer.max_patches_per_micro_batch={cap} may not hold a prompt of rollout.max_images="
@@ -112,7 +112,7 @@ def _with_tower(config: RunConfig, merge: int) -> list[str]:
                     f"data.{name}={value} is read where prompts may have videos. Set rollout.max_videos, or leave it out."
                 )
     found += _of_tower(config)
-    most = config.rollout.max_prompt_tokens * merge**2
+    most = config.rollout.max_prompt_tokens * merge**2 * config.given_rows
     if 0 < (cap := config.trainer.max_patches_per_micro_batch) < most:
         found.append(
             f"trainer.max_patches_per_micro_batch={cap} may not hold a prompt of rollout.max_prompt_tokens="

@@ -1,10 +1,13 @@
-"""Checks for options that tasks without rollouts (algorithm.task=sft and reward_model) do not read."""
+"""Checks for options that tasks without rollouts (algorithm.task=sft, reward_model and preference)
+do not read.
+"""
 
 from dataclasses import fields, is_dataclass
 from typing import Any
 
 from rftmega.config.schema import FaultsConfig, RunConfig, TrainerConfig
 from rftmega.config.secrets import shown
+from rftmega.config.tree import options
 
 LENGTHS = ("rollout.max_prompt_tokens", "rollout.max_response_tokens")
 OF_EVERY_TASK = tuple(
@@ -23,12 +26,17 @@ OF_ROLLOUTS = (
     "eval_shown",
     "trajectories_mib",
 )
+OF_PREFERENCES = tuple(name for name in options() if name.startswith("algorithm.preference."))
 READ_OF_GIVEN = {  # options of algorithm and rollout that a task without rollouts reads
     "sft": (
         *(*OF_EVERY_TASK, "algorithm.loss_aggregation", "algorithm.ema_beta", *LENGTHS),
         *("rollout.max_images", "rollout.max_videos"),
     ),
     "reward_model": (*OF_EVERY_TASK, "algorithm.reward_model_loss", *LENGTHS),
+    "preference": (
+        *(*OF_EVERY_TASK, *OF_PREFERENCES, "algorithm.ema_beta", *LENGTHS),
+        *("rollout.max_images", "rollout.max_videos"),
+    ),
 }
 
 

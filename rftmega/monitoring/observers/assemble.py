@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from rftmega.config import RunConfig
-from rftmega.core.interfaces import Reward
-from rftmega.core.types import Prompt, Rows, Sampling
+from rftmega.core.interfaces import Reward, Scorer
+from rftmega.core.types import Metrics, Prompt, Rows, Sampling
 from rftmega.monitoring.observers.alerts import Alerts
 from rftmega.monitoring.observers.evaluate import (
     Answering,
@@ -37,6 +37,8 @@ from rftmega.monitoring.observers.run_chat import RunChat
 from rftmega.monitoring.observers.run_reports import RunReports
 from rftmega.monitoring.observers.trained_order import TrainedOrder
 from rftmega.monitoring.observers.trajectories import Grading, Trajectories
+from rftmega.trainer import Algorithm
+from rftmega.trainer.preference import Collate, evaluated
 
 
 class Text(Protocol):
@@ -102,6 +104,24 @@ def evaluation_of_rows(config: RunConfig, held_out: Mapping[str, Rows], model: A
     """
     of_pairs = cost_of if config.algorithm.reward_model_loss == "cost" else preference_of
     judge = partial(cross_entropy_of if config.algorithm.task == "sft" else of_pairs, model)
+    return HeldOut(held_out, judge, every=config.trainer.eval_every, last=config.trainer.steps)
+
+
+def evaluation_of_preferences(
+    config: RunConfig,
+    held_out: Mapping[str, Sequence[Any]],
+    policy: Scorer,
+    collate: Collate,
+) -> Evaluation:
+    """Returns the callback that evaluates the trained `policy` on preference data: the loss, the
+    accuracy and the implicit rewards. `held_out`: evaluation set's name -> its examples; `collate`
+    makes rows of examples.
+    """
+    loss_fn = Algorithm(config).preference_loss()
+
+    def judge(examples: Sequence[Any]) -> Metrics:
+        return evaluated(policy, loss_fn, collate(examples))
+
     return HeldOut(held_out, judge, every=config.trainer.eval_every, last=config.trainer.steps)
 
 

@@ -15,13 +15,14 @@ from rftmega.monitoring.observers.evaluate import Evaluation, metric_of
 
 class HeldOut(Evaluation):
     """HeldOut is a callback that evaluates the trained model on given sequences (rows) that are not
-    trained on. `judge` returns the metrics of one evaluation set's rows.
+    trained on. `judge` returns the metrics of one evaluation set's rows, or of its examples if the
+    rows are made of them later.
     """
 
     def __init__(
         self,
-        held_out: Mapping[str, Rows],
-        judge: Callable[[Rows], Metrics],
+        held_out: Mapping[str, Any],
+        judge: Callable[[Any], Metrics],
         *,
         every: int,
         last: int,

@@ -13,7 +13,7 @@ from rftmega.config import RunConfig
 from rftmega.core.interfaces import Policy, ValueModel
 from rftmega.core.shards import Shard, TrainedAdapters
 from rftmega.core.teacher_scores import TeacherRequest, TeacherScores
-from rftmega.core.types import Metrics, Rows
+from rftmega.core.types import Column, Metrics, Rows, TokenStats
 from rftmega.model_providers.description import ModelDescription
 from rftmega.models.hf.lm_head_rows import HeadSource, HeldRows
 from rftmega.models.kernels.teacher_terms import TeacherTerm
@@ -90,6 +90,15 @@ class TrainablePolicy(Trainable, Policy, Protocol):
     """TrainablePolicy is a Trainable that computes log-probs."""
 
     push_to_rollout: Callable[..., Metrics] | None  # set once an engine exists
+
+    @property
+    def starting_sum(self) -> int:
+        """Returns the checksum of the weights that `starting_log_probs` scores with."""
+
+    def starting_log_probs(self, rows: Rows[Column]) -> TokenStats[Column]:
+        """Returns the log-prob of every target of `rows` at temperature 1, under the base model if
+        the policy has adapters, otherwise under the current weights. Without gradient.
+        """
 
     def teach(self, rows: Rows[Any], request: TeacherRequest) -> TeacherScores:
         """Returns a teacher's numbers, see `core.interfaces.TeacherScorer`."""

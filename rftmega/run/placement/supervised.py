@@ -2,6 +2,7 @@
 
 from functools import cached_property
 from pathlib import Path
+from typing import cast
 
 from rftmega.checkpoints.run_checkpoints import TrainingCheckpoints, of_run
 from rftmega.config import RunConfig
@@ -15,19 +16,26 @@ from rftmega.runtime.parallel.seeds import set_seed
 
 
 class SupervisedStrategy:
-    """SupervisedStrategy trains the policy (algorithm.task=sft) or a value model (reward_model)."""
+    """SupervisedStrategy trains the policy (algorithm.task=sft and preference) or a value model
+    (reward_model).
+    """
 
     def __init__(self, config: RunConfig, world: World, backend: Backend):
         set_seed(config.trainer.seed)
         self.config = config
         self.model: TrainablePolicy | TrainableValues
-        if config.algorithm.task == "sft":
-            self.model = backend.policy(config)
-        else:
+        if config.algorithm.task == "reward_model":
             self.model = backend.value_model(config, role="critic")
+        else:
+            self.model = backend.policy(config)
         rehearse(self.model, config)
         self.label = self.model.label
         self._memory = Memory({POLICY: self.model.residency}, predicted(config, world))
+
+    @property
+    def policy(self) -> TrainablePolicy:
+        """Returns the model of a task that trains a policy."""
+        return cast(TrainablePolicy, self.model)
 
     def step(self, experience: Experience, loss_fn: LossFn, *, group_size: int = 1) -> Metrics:
         """Takes one optimizer step of the model on the rows of `experience`. Returns the metrics of

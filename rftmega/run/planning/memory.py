@@ -104,10 +104,9 @@ def load_of(config: RunConfig, parallel: ParallelConfig, world: int) -> Load:
 
 def rows_of(config: RunConfig) -> int:
     """Returns the number of rows (sequences) that a step trains on."""
-    completions = {"sft": 1, "reward_model": 2}.get(config.algorithm.task)
-    return config.trainer.prompts_per_step * (
-        completions or config.rollout.train_samples_per_prompt or config.rollout.samples_per_prompt
-    )
+    completions = config.rollout.train_samples_per_prompt or config.rollout.samples_per_prompt
+    rl = config.algorithm.task == "rl"
+    return config.trainer.prompts_per_step * (completions if rl else config.given_rows)
 
 
 def cache_of(policy: PlannedModel, config: RunConfig, budget: Budget) -> Cache:

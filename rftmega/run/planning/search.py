@@ -385,7 +385,7 @@ class Search:
         config, model = self.config, self.models[POLICY].model
         longest, bound = config.rollout.max_row_tokens, config.trainer.max_patches_per_micro_batch
         shorter = longest < config.trainer.max_tokens_per_micro_batch
-        pairs = config.algorithm.task == "reward_model" or config.reward.scoring_models()
+        pairs = config.given_rows == 2 or config.reward.scoring_models()
         patches = patches_of_prompt(model, config)
         fewer = patches and (not bound or patches < bound)
         return [

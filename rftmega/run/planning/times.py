@@ -84,6 +84,8 @@ def seconds(
                 times = passes * load.micro_batches * config.algorithm.updates_per_epoch
                 gathers = times * _gather(planned, world, speeds)
                 found[f"score{suffix}"]["gathers"] = max(0.0, gathers - forward * passes)
+        if config.algorithm.scores_mismatched:
+            found["score"] = {"compute": forward}
         if planned.optimizer is not None:
             found[f"update{suffix}"] = _learning(planned, config, world, forward, speeds)
     if config.algorithm.task == "rl" and config.trainer.offload and not config.parallel.cpu_offload:

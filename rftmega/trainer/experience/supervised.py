@@ -9,7 +9,7 @@ from rftmega.core.types import Experience, Rows
 
 def given(rows: Rows) -> Experience:
     """Returns an Experience of `rows` with log-probs and advantages of 0, for the losses of
-    algorithms/supervised.py, which do not read log-probs or advantages.
+    algorithms/supervised.py and preference.py, which do not read them.
     """
     zeros = torch.zeros(rows.mask.shape)
     return Experience(
@@ -23,4 +23,6 @@ def given(rows: Rows) -> Experience:
         advantage=zeros,
         images=rows.images,
         unsafe=rows.unsafe,
+        desirable=rows.desirable,
+        reference_sum=rows.reference_sum,
     )

@@ -182,6 +182,11 @@ class Model:
         self.machine.table.data = kept
         return found
 
+    starting_sum, dtype = 0, torch.float32
+
+    def starting_log_probs(self, rows: Any) -> TokenStats[Any]:
+        return self.reference_log_probs(rows)
+
     def values(self, rows: Any) -> Any:
         return self.runner.score(rows).value
 
@@ -207,9 +212,9 @@ class Strategy:
         }
         for model in self.scoring_models.values():
             model.machine.table.data = torch.arange(WORDS, dtype=torch.float32)
-        self.model = Model(
-            config, seen, data_parallel, values=config.algorithm.task == "reward_model"
-        )
+        self.model = self.policy
+        if config.algorithm.task == "reward_model":
+            self.model = Model(config, seen, data_parallel, values=True)
         self.inner = Alone(config.rollout, vocabulary=WORDS, stop_ids=[STOP])
         self.engine = self.weights = self.checkpoints = self
         self.label = ""
@@ -332,7 +337,7 @@ def program(config: RunConfig, *, data_parallel: int = 1) -> Seen:
         text = (
             gzip.decompress(file.read_bytes()).decode()
             if file.suffix == ".gz"
-            else file.read_text()
+            else file.read_text(errors="replace")
         )
         seen.append(
             (

@@ -54,6 +54,8 @@ SFT = (
 )
 PAIRS = ("algorithm.task=reward_model", *SFT[1:])
 NUMBERED = (*PAIRS, "data.chosen_key=safer_response_id")
+PREFER = ("algorithm.task=preference", *SFT[1:])
+SINGLE = (*PREFER, "algorithm.preference=kto", "data.desirable_key=good")
 KINDS = ("reward.recipe={{a: {{exact_match: 1}}, b: {{exact_match: 3}}}}",)
 MAJORITY = ("reward.majority=true",)
 OVERLAP = ("optimizer.distributed=true", "optimizer.overlap_grad_reduce=true")
@@ -165,6 +167,7 @@ OPTIONS: dict[str, Live] = {
     "data.response_key": Live("answer", SFT, dead=()),
     "data.chosen_key": Live("answer", PAIRS, dead=()),
     "data.rejected_key": Live("answer", PAIRS, dead=()),
+    "data.desirable_key": Live("fair", SINGLE, dead=PREFER),
     "data.chat_template": Live("true"),
     "data.system_prompt": Live("2"),
     "data.chat_template_kwargs": Live("{{a: 1}}"),
@@ -219,6 +222,17 @@ OPTIONS: dict[str, Live] = {
     "algorithm.recipe": Live("dr_grpo"),
     "algorithm.task": Live("reward_model", SFT),
     "algorithm.reward_model_loss": Live("cost", NUMBERED, dead=("algorithm.task=sft",)),
+    "algorithm.preference.type": Live("ipo", PREFER, dead=()),
+    "algorithm.preference.beta of dpo": Live("0.5", PREFER),
+    "algorithm.preference.label_smoothing of dpo": Live("0.2", PREFER),
+    "algorithm.preference.nll_coef of dpo": Live("0.5", PREFER),
+    "algorithm.preference.beta of ipo": Live("0.5", PREFER),
+    "algorithm.preference.beta of simpo": Live("0.5", PREFER),
+    "algorithm.preference.gamma of simpo": Live("0.5", PREFER),
+    "algorithm.preference.beta of kto": Live("0.5", PREFER),
+    "algorithm.preference.desirable_weight of kto": Live("0.5", PREFER),
+    "algorithm.preference.undesirable_weight of kto": Live("0.5", PREFER),
+    "algorithm.preference.coef of orpo": Live("0.5", PREFER),
     "algorithm.advantage.type": Live("leave_one_out", dead=("algorithm.task=sft",)),
     "algorithm.advantage.scale_by_std of group_norm": Live("false"),
     "algorithm.advantage.clip_filter_weight of group_norm": Live("3"),
@@ -561,7 +575,7 @@ def names(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
                 "prompt": "abcde"[: 2 + (i + shift) % 4], "question": "edcba"[: 1 + (i + shift) % 4],
                 "label": "1", "answer": "222", "kind": "ab"[i % 2], "sort": "ba"[i % 2], "letter": "ABC"[i % 3],
                 "response": "123"[(i + shift) % 3] * (1 + i % 2), "chosen": "12", "rejected": "2",
-                "response_0": "1", "response_1": "23", "safer_response_id": i % 2,
+                "good": i % 3 > 0, "fair": i % 2 > 0, "response_0": "1", "response_1": "23", "safer_response_id": i % 2,
                 "is_response_0_safe": True, "is_response_1_safe": False,
                 "tests": json.dumps({"inputs": [""], "outputs": [str(i)]}),
             }

@@ -253,7 +253,7 @@ def test_a_link_leads_out_of_the_folder_no_more_than_a_path_does(folder: Path) -
 LIMITS = {"max_prompt_tokens": 99, "max_response_tokens": 30}
 
 
-def test_preferences_have_no_images_yet(folder: Path) -> None:
+def test_a_reward_model_s_preferences_have_no_images_yet(folder: Path) -> None:
     record = {"prompt": "?", "response": "1", "chosen": "1", "rejected": "2", "images": []}
     path = folder / "data/given.jsonl"
     path.write_text(json.dumps(record))
@@ -261,6 +261,25 @@ def test_preferences_have_no_images_yet(folder: Path) -> None:
     path.write_text(json.dumps(record | {"images": ["inside/a.png"]}))
     with pytest.raises(DataError, match='given.jsonl:1: "images" names images'):
         load_preferences(path, Tokenizer(folder / "model"), DataConfig(), **LIMITS)
+
+
+def test_both_responses_of_a_pair_follow_the_features_of_the_prompt_s_images(folder: Path) -> None:
+    path = folder / "data/given.jsonl"
+    shown = {"role": "user", "content": [{"type": "image", "image": "inside/a.png"}]}
+    both = [[shown, {"role": "assistant", "content": word}] for word in ("1", "23")]
+    records = [
+        {"prompt": "x<image>", "chosen": "1", "rejected": "23", "images": ["inside/a.png"]},
+        {"chosen": both[0], "rejected": both[1]},
+    ]
+    path.write_text("\n".join(map(json.dumps, records)))
+    media, limits = MediaOptions(processor_of(folder / "model"), max_images=2), LIMITS
+    tokenizer = Tokenizer(folder / "model")
+    for pair in load_preferences(path, tokenizer, DataConfig(), media=media, **limits):
+        for example, word in ((pair.chosen, "1"), (pair.rejected, "23")):
+            assert [image.tokens for image in example.images] == [TOKENS["a.png"]]
+            (image,) = example.images
+            assert list(example.prompt_ids[image.start : image.end]) == [IMAGE] * image.tokens
+            assert list(example.response_ids) == [*letters(word), IM_END]
 
 
 def supervised(folder: Path, *records: Any, **how: Any) -> list[Example]:

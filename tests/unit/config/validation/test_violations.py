@@ -421,6 +421,22 @@ def test_learning_from_given_rows_reads_lengths_and_little_else(config_file: Pat
             f"{override.partition('=')[0]}=" in reason and "nothing reads it" in reason
             for reason in found
         ] == [True]
+    preference = ["algorithm.task=preference", "algorithm.preference=kto"]
+    single = ["data.desirable_key=good", "data.response_key=answer"]
+    assert violations(load(config_file, [*preference, *single]), 1) == []
+    for overrides, complaint in (
+        (["algorithm.preference.type=dpo", *single], "data.desirable_key=good needs algorithm.pre"),
+        (
+            [*single, "data.chosen_key=x"],
+            "data.chosen_key=x: with algorithm.task=preference and da",
+        ),
+        (single[1:], "data.response_key=answer: with algorithm.task=preference nothing reads it"),
+        (["trainer.max_tokens_per_micro_batch=4095"], "can't hold a pair of rows of"),
+        ([*single, "trainer.max_tokens_per_micro_batch=2047"], "can't hold one row of"),
+        (["algorithm.loss_aggregation=sequence_sum"], "algorithm.loss_aggregation=sequence_sum: w"),
+    ):
+        (found,) = violations(load(config_file, [*preference, *overrides]), 1)
+        assert complaint in found
     reward_model = [
         "algorithm.task=reward_model",
         "data.chosen_key=good",
@@ -643,6 +659,7 @@ TEXTS = (  # options that are texts and neither paths nor choices
             "response",
             "chosen",
             "rejected",
+            "desirable",
             "images",
             "videos",
             "audio",

@@ -3,10 +3,19 @@
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
-from rftmega.config import ModelConfig, OptimizerConfig, ParallelConfig, RolloutConfig, RunConfig
+from rftmega.config import (
+    AlgorithmConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    RolloutConfig,
+    RunConfig,
+)
+from rftmega.config.options.preference import DPO, KTO, PreferenceLoss
 from rftmega.run.planning.backends import on_backend, recommended
 from rftmega.run.planning.fit import Machine, changed, laid_out, misfits, push_bound, refused
 from rftmega.run.planning.memory import Budget
@@ -131,6 +140,18 @@ def test_stages_that_are_not_equal_take_longer() -> None:
     config.parallel = ParallelConfig(pipeline=16, last_stage_layers=1, expert=8)
     found = seconds(models_of(config), config, 512, None, None, SPEEDS)["update"]
     assert found["uneven stages"] == pytest.approx(found["compute"] * (4 * 16 / 61 - 1))
+
+
+def test_a_step_of_pairs_takes_twice_as_long_and_kto_scores_mismatched_responses_too() -> None:
+    def phases(task: Literal["sft", "preference"], options: PreferenceLoss) -> dict[str, float]:
+        config = run_of("qwen3-8b")
+        config.algorithm = AlgorithmConfig(task=task, preference=options)
+        found = seconds(models_of(config), config, 8, None, None, SPEEDS)
+        return {phase: parts["compute"] for phase, parts in found.items()}
+
+    sft, dpo, kto = phases("sft", DPO()), phases("preference", DPO()), phases("preference", KTO())
+    assert dpo == {"update": pytest.approx(2 * sft["update"])}
+    assert kto == dpo | {"score": pytest.approx(dpo["update"] / 3)}
 
 
 def test_the_optimizer_is_sharded_by_default_where_somebody_shares_it() -> None:
