@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rftmega.algorithms import advantages, losses
+from rftmega.algorithms import advantages, losses, preference
 from rftmega.config import RunConfig, load
 from rftmega.config.options.algorithms import CPGD, GAE, GSPO, Clip, GroupNorm, TokenImportance
 from rftmega.config.options.parts import IMPLEMENTATIONS, Advantage, implements
@@ -186,7 +186,7 @@ def test_every_former_type_is_refused_with_one_that_there_is(path: Path) -> None
 
 def test_the_functions_are_those_of_the_options() -> None:
     """All parts of the config's unions have a function, and no other built-in class has one."""
-    assert advantages and losses and environments  # which register theirs
+    assert advantages and losses and environments and preference  # which register theirs
     known = {part for parts in unions().values() for part in parts.values()}
     assert {part for part in IMPLEMENTATIONS if part.__module__.startswith("rftmega.")} == known
     for part in known:
