@@ -10,6 +10,7 @@ from rftmega.algorithms import advantages, losses, preference
 from rftmega.config import RunConfig, load
 from rftmega.config.options.algorithms import CPGD, GAE, GSPO, Clip, GroupNorm, TokenImportance
 from rftmega.config.options.parts import IMPLEMENTATIONS, Advantage, implements
+from rftmega.config.options.preference import KTO
 from rftmega.config.renamed import RENAMED, RENAMED_TYPES
 from rftmega.config.tree import choices_of, options, unions, walk
 from rftmega.config.validation import violations
@@ -186,10 +187,13 @@ def test_every_former_type_is_refused_with_one_that_there_is(path: Path) -> None
 
 def test_the_functions_are_those_of_the_options() -> None:
     """All parts of the config's unions have a function, and no other built-in class has one."""
-    assert advantages and losses and environments and preference  # which register theirs
-    known = {part for parts in unions().values() for part in parts.values()}
+    assert advantages and losses and environments  # which register theirs
+    found = unions()
+    preferences = {part for part in found.pop("algorithm.preference").values()}
+    assert {*preference.LOSSES, KTO} == preferences
+    known = {part for parts in found.values() for part in parts.values()}
     assert {part for part in IMPLEMENTATIONS if part.__module__.startswith("rftmega.")} == known
-    for part in known:
+    for part in known | preferences:
         assert part().type == choices_of(part.__annotations__["type"])[0]
 
 
