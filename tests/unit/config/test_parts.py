@@ -189,7 +189,7 @@ def test_the_functions_are_those_of_the_options() -> None:
     """All parts of the config's unions have a function, and no other built-in class has one."""
     assert advantages and losses and environments  # which register theirs
     found = unions()
-    preferences = {part for part in found.pop("algorithm.preference").values()}
+    preferences = set(found.pop("algorithm.preference").values())
     assert {*preference.LOSSES, KTO} == preferences
     known = {part for parts in found.values() for part in parts.values()}
     assert {part for part in IMPLEMENTATIONS if part.__module__.startswith("rftmega.")} == known
