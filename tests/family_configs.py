@@ -130,6 +130,7 @@ def own_fields(head: int) -> dict[str, dict[str, Any]]:
             **{"indexer_budget": 8, "indexer_compress_ratio": 2, "hc_lowrank": head},
             **{"ple_embed_dim": hidden, "ngram_vocab_size_base": 200, "split_ngram_parts": 4},
         },
+        "rwkv": {"rescale_every": 1},
         "youtu": {"pad_token_id": None},  # transformers sets that row to 0 when it loads a model
         "zamba": {"layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"]},
         "zamba2": {"layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"]},

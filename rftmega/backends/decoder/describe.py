@@ -19,6 +19,7 @@ from rftmega.model_providers.transformers_decoders import (
     without_sizes,
 )
 from rftmega.models.hf.quantised_folder import is_quantised
+from rftmega.models.rescaled_weights import without_rescaling
 
 CHANGING = ("dynamic", "longrope")  # RoPE types whose angles depend on the longest row
 # number of positions, as configs name it; a recurrent model names none
@@ -67,7 +68,7 @@ def read_config(path: str | Path) -> Any:
         raise CheckpointError(f"{path}: {why} {advice(fields, 'Take another model')}")
     if is_quantised(read_json_object(Path(path) / "config.json")):
         del config.quantization_config  # the trainer's weights are not
-    return config
+    return without_rescaling(config)
 
 
 def _fields_in(path: str | Path) -> dict[str, Any]:

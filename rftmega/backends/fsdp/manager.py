@@ -3,7 +3,7 @@ schedule.
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from pathlib import Path
@@ -462,6 +462,26 @@ class FSDPModelManager:
                 gradient.copy_(total)
         for gradient in _gradients(self.trained):
             gradient.div_(max(count, 1))
+
+    def weight_versions(self) -> dict[str, int]:
+        """Returns for each weight how often it has been written to in place."""
+        return {
+            weight.name: weight.parameter._version
+            for weight in self.weights_held
+            if not weight.whole
+        }
+
+    def refuse_changed(self, before: Mapping[str, int]) -> None:
+        """Raises CheckpointError if weights have been written to since `weight_versions` returned
+        `before`: what a forward pass leaves behind would be pushed and exported.
+        """
+        now = self.weight_versions()
+        changed = [name for name, version in now.items() if version != before[name]]
+        if changed:
+            raise CheckpointError(
+                f"{self.cfg.model.path}: {type(self.model).__name__} changes {len(changed)} of its own weights in its forward "
+                f"pass, {changed[0]!r} first, so that other weights than those that learn would be exported. Take another model."
+            )
 
     def refuse_lost_gradient(self) -> None:
         """Raises NothingTrained, on every process, if the adapters of a value model get no gradient

@@ -38,6 +38,7 @@ class FSDPRunner(ModelRunner):
         recorder.count("ideal", len(batches))
         if self.manager.description.tower is not None:
             self.manager.read_ahead(batch.rows.images for batch in batches)
+        versions = self.manager.weight_versions()
         found = []
         counted = torch.zeros((), dtype=torch.int64, device=self.manager.where)
         try:
@@ -54,6 +55,7 @@ class FSDPRunner(ModelRunner):
                 found.append(collected)
         finally:
             self.manager.gather_nothing()
+        self.manager.refuse_changed(versions)
         if not forward_only:
             self.manager.divide_gradients(int(self.ranks.sum_of_speakers(counted)))
             self.manager.refuse_lost_gradient()

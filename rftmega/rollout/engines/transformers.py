@@ -31,6 +31,7 @@ from rftmega.data.media.audio_processor import AudioProcessor, audio_processor_o
 from rftmega.data.media.image_processor import ImageProcessor
 from rftmega.data.media.model_inputs import image_positions
 from rftmega.models.hf.converted_names import ConvertedNames
+from rftmega.models.rescaled_weights import without_rescaling
 from rftmega.rollout.engines.base import Engine
 from rftmega.rollout.requests import Request, Requests
 from rftmega.rollout.requests.distribution import log_probs_of
@@ -132,7 +133,7 @@ class TransformersEngine(Engine):
         self.tokenizer: Any = None
         if self.stop:
             self.tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-        config_of = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        config_of = without_rescaling(AutoConfig.from_pretrained(folder, trust_remote_code=False))
         # the trainer's weights are not quantised
         vars(config_of).pop("quantization_config", None)
         sees = hasattr(config_of, "vision_config")

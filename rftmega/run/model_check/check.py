@@ -137,10 +137,12 @@ class ModelCheck:
             return Compared(rows, None)
         logits = [reference.logits_of(built, row_of(rows, each)) for each in range(len(rows))]
         yield from reference.of_logits(logits, fields)
-        yield from self._sampled(built, tokenizer, whole=whole)
+        yield from self._sampled(built, tokenizer, model.max_positions, whole=whole)
         return Compared(rows, logits)
 
-    def _sampled(self, model: Any, tokenizer: Any, *, whole: bool) -> Iterator[Finding]:
+    def _sampled(
+        self, model: Any, tokenizer: Any, positions: int, *, whole: bool
+    ) -> Iterator[Finding]:
         """Yields the findings about texts, which only a whole model can be asked for."""
         if tokenizer is None or not whole:
             why = "no tokenizer" if tokenizer is None else "a copy of few layers writes no text"
@@ -148,7 +150,7 @@ class ModelCheck:
             return
         try:
             yield reference.of_prediction(model, tokenizer)
-            yield reference.of_generation(model, tokenizer, self.tokens)
+            yield reference.of_generation(model, tokenizer, self.tokens, positions=positions)
         except RFTMegaError:
             yield skipped("generation", "the prompt can't be rendered")
         except Exception as error:  # foreign code, given a user's folder

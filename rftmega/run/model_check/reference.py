@@ -121,12 +121,17 @@ def of_prediction(model: Any, tokenizer: Any) -> Finding:
 
 
 @torch.no_grad()
-def of_generation(model: Any, tokenizer: Any, most: int) -> Finding:
-    """Returns a finding about one greedy completion of at most `most` tokens."""
+def of_generation(model: Any, tokenizer: Any, most: int, *, positions: int) -> Finding:
+    """Returns a finding about one greedy completion of at most `most` tokens, by a model that knows
+    `positions` positions.
+    """
     chat = bool(tokenizer.inner.chat_template)
     prompt = tokenizer.encode(ASKED, chat_template=chat)
     if not prompt:
         return skipped("generation", f"the tokenizer has no tokens for {ASKED!r}")
+    most = min(most, positions - len(prompt))
+    if most < 1:
+        return skipped("generation", f"its {positions} positions leave no room behind the prompt")
     given = torch.tensor(prompt)[None]
     found = model.generate(
         given,
