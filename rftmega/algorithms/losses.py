@@ -66,13 +66,13 @@ def policy_loss(
             shown["entropy"] = entropy
             if entropy_coef:
                 value = value - entropy_coef * entropy
+            if high_entropy_share < 1:
+                kept = mask & highest(entropy.detach(), mask, high_entropy_share)
         for number, (name, teacher_weight) in enumerate((teachers or {}).items()):
             assert stats.divergence is not None, "the forward pass computes it"
             divergence = torch.where(mask, stats.divergence[..., number], 0.0)
             shown[f"{name}_divergence"] = divergence
             value = value + teacher_weight * divergence
-            if high_entropy_share < 1:
-                kept = mask & highest(entropy.detach(), mask, high_entropy_share)
         shares = experience.shares
         metrics = averaged({"policy_loss": surrogate_loss}, kept, aggregation, shares)
         metrics |= averaged(shown, mask)

@@ -149,24 +149,32 @@ def compared(each: Teacher, log_p: Tensor, log_q: Tensor, answer: Tensor) -> Ten
     return -(theirs - own).detach().exp() * (own - theirs)
 
 
-LAYOUTS = [
-    (1, P(), P(), "megatron"),
-    (2, P(tensor=2, sequence=True), P(), "megatron"),
-    (2, P(), P(tensor=2), "fsdp"),
-    pytest.param(4, P(context=2, pipeline=2), P(tensor=4), "megatron", marks=pytest.mark.ranks),
-    pytest.param(4, P(tensor=2, pipeline=2), P(pipeline=2), "megatron", marks=pytest.mark.ranks),
-    pytest.param(
-        2, P(pipeline=2, virtual_pipeline=2), P(context=2), "megatron", marks=pytest.mark.ranks
-    ),
-    pytest.param(2, P(tensor=2), P(), "fsdp", marks=pytest.mark.ranks),
-]
+SLOW = pytest.mark.ranks
+KINDS = ("full", "some", "self")
+LAYOUTS = {
+    "one": (1, P(), P(), "megatron"),
+    "TP": (2, P(tensor=2, sequence=True), P(), "megatron"),
+    "FSDP": (2, P(), P(tensor=2), "fsdp"),
+    "CP PP": (4, P(context=2, pipeline=2), P(tensor=4), "megatron"),
+    "TP PP": (4, P(tensor=2, pipeline=2), P(pipeline=2), "megatron"),
+    "VPP": (2, P(pipeline=2, virtual_pipeline=2), P(context=2), "megatron"),
+    "FSDP TP": (2, P(tensor=2), P(), "fsdp"),
+}
+QUICK = {("full", "TP"), ("some", "FSDP"), ("self", "one")}  # in `make test`
 
 
-@pytest.mark.parametrize(("processes", "parallel", "own", "backend"), LAYOUTS)
-@pytest.mark.parametrize("kind", ["full", "some", "self"])
+@pytest.mark.parametrize(
+    ("kind", "layout"),
+    [
+        pytest.param(kind, name, marks=() if (kind, name) in QUICK else SLOW)
+        for kind in KINDS
+        for name in LAYOUTS
+    ],
+)
 def test_an_update_with_teachers_equals_dense_autograd(
-    kind: str, processes: int, parallel: P, own: P, backend: str, tmp_path: Path
+    kind: str, layout: str, tmp_path: Path
 ) -> None:
+    processes, parallel, own, backend = LAYOUTS[layout]
     folder = save_tiny(tmp_path / "student", "qwen3", num_hidden_layers=4)
     teacher = save_tiny(
         tmp_path / "teacher", "llama", seed=5, hidden_size=96, tie_word_embeddings=False

@@ -66,7 +66,7 @@ def test_the_version_is_that_of_the_package(
         (
             "algorithm.policy_loss",
             "  algorithm.policy_loss.type = clip",
-            "algorithm.policy_loss.drift_coef",
+            "algorithm.policy_loss: {type: none}",
         ),
         ("trainer.steps", "  trainer.steps = 100", "trainer.steps"),
         ("critic", "  critic.path = ''", "critic.value_huber"),

@@ -240,6 +240,7 @@ def test_how_messages_become_tokens_is_written_beside_and_read_back(tmp_path: Pa
         "template": None,
         "given": {"deep": False},
         "tools": [{"type": "function"}],
+        "keep_reasoning": False,
     }
     assert RunChat.read(tmp_path / "older") == RunChat()
     (tmp_path / "chat.json").write_text('{"model": "a", "renderer": 3}')
