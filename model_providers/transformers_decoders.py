@@ -22,6 +22,7 @@ SEEING = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 # types that transformers builds and backend=fsdp can't train -> why
 UNSUPPORTED = {
     "minimax": "transformers 5.19 gives its first tokens other logits in a longer sequence",
+    "xlnet": "it predicts tokens from those before and behind them, in random order",
 }
 TOWERS = ("vision_config", "audio_config")
 SIZES = ("num_hidden_layers", "hidden_size", "vocab_size")
@@ -79,7 +80,7 @@ def refusal_of_config(config: Any) -> str:
     if others and kind not in SEEING:
         return (
             f"model_type={kind} has more than a decoder of text, and backend=fsdp trains such models of these types only: "
-            f"{', '.join(SEEING)}.{_decoder_alone(text)}"
+            f"{', '.join(SEEING)}.{_decoder_alone(text, kind)}"
         )
     if kind not in (*SEEING, *causal_types()):
         return (
@@ -119,11 +120,11 @@ def causal_types() -> Mapping[str, str]:
     return MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 
-def _decoder_alone(text: Any) -> str:
+def _decoder_alone(text: Any, kind: str) -> str:
     """Returns advice to take the folder of a decoder whose config is `text`, if transformers has a
-    class of it.
+    class of it that is not the refused one, of type `kind`.
     """
-    if text.model_type not in causal_types():
+    if text.model_type not in causal_types() or text.model_type == kind:
         return ""
     return f" The folder of its decoder alone (model_type={text.model_type}) is a model of its own."
 

@@ -24,6 +24,11 @@ class TeacherRequest(NamedTuple):
     vocabulary: Vocabulary
     k: int = 0
 
+    @property
+    def names(self) -> list[str]:
+        """Returns the names of the columns of the answer."""
+        return list(self.columns(0, torch.float32))
+
     def columns(self, hidden: int, dtype: torch.dtype) -> dict[str, Spec]:
         """Returns the columns of the answer: name -> (dtype, shape of a token's element). `hidden`:
         the teacher's hidden size, `dtype`: of its forward pass.

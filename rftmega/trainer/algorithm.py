@@ -47,7 +47,8 @@ from rftmega.trainer.trained_order import read_order
 class HasTeachers(Protocol):
     """A part of `Machinery`."""
 
-    teachers: Sequence[TeacherScorer]
+    @property
+    def teachers(self) -> Sequence[TeacherScorer]: ...
 
 
 class Algorithm:
@@ -82,7 +83,7 @@ class Algorithm:
             engine=machinery.engine,
             weights=machinery.weights,
             reward=reward,
-            maker=self.maker(machinery.policy, machinery.critic, built.host, self.asked(built)),
+            maker=self.maker(machinery.policy, machinery.critic, built.host, self.asked(machinery)),
             learner=self.learner(built.policy, built.critic, given, journal, built.host),
             sampling=StepSampling(
                 config.rollout.samples_per_prompt,

@@ -14,9 +14,17 @@ from dataclasses import fields
 from typing import Any, TypeVar
 
 from rftmega.core.errors import CheckpointError, Preempted
-from rftmega.core.interfaces import Machinery, RolloutEngine, Scorer, ValueModel, ValueScorer
+from rftmega.core.interfaces import (
+    Machinery,
+    RolloutEngine,
+    Scorer,
+    TeacherScorer,
+    ValueModel,
+    ValueScorer,
+)
 from rftmega.core.ragged import Ragged
 from rftmega.core.rollout_arrays import RolloutArrays, packed_completions, unpacked_completions
+from rftmega.core.teacher_scores import TeacherRequest, TeacherScores
 from rftmega.core.types import (
     Column,
     Completion,
@@ -216,6 +224,25 @@ class JournaledPolicy:
         return rows.like(found)  # type: ignore[no-any-return]
 
 
+class JournaledTeacher:
+    """JournaledTeacher is a teacher whose numbers of likeliest and sampled tokens come from the
+    journal after a resume: the policy as its own teacher has other weights by then. Hidden states
+    are large, and those of another model do not change; they are computed again.
+    """
+
+    def __init__(self, teacher: TeacherScorer, journal: Journal, number: int):
+        """`number`: of the teacher among those of the run."""
+        self.teacher, self.journal, self.number = teacher, journal, number
+
+    def teach(self, rows: Rows[Any], request: TeacherRequest) -> TeacherScores:
+        if request.vocabulary == "full":
+            return self.teacher.teach(rows, request)
+        return self.journal(
+            f"numbers of teacher {self.number} for {len(rows)} rows",
+            lambda: self.teacher.teach(rows, request),
+        )
+
+
 class JournaledValues:
     """JournaledValues computes the values of a value model, or takes those from before a resume
     from the journal, the record of the step's results; `name`: the model's name in the journal.
@@ -243,12 +270,18 @@ class Journaled:
 
         self.engine: RolloutEngine = JournaledEngine(built.engine, journal)
         self.weights = built.weights
+        self._built, self._journal = built, journal
         self.policy: Scorer = JournaledPolicy(built.policy, journal)
         self.critic = values(built.critic, "critic")
         self.scoring_models: dict[str, ValueScorer] = {
             name: JournaledValues(model, journal, name.replace("_", " "))
             for name, model in built.scoring_models.items()
         }
+
+    @property
+    def teachers(self) -> list[JournaledTeacher]:
+        numbered = enumerate(self._built.teachers, start=1)
+        return [JournaledTeacher(each, self._journal, number) for number, each in numbered]
 
 
 def _otherwise(known: str, now: str) -> CheckpointError:
@@ -264,6 +297,9 @@ def _packed(result: Any) -> Any:
     if isinstance(result, TokenStats):
         columns = {each.name: getattr(result, each.name) for each in fields(result)}
         return {name: _packed(column) for name, column in columns.items() if column is not None}
+    if isinstance(result, TeacherScores):
+        columns = {name: _packed(column) for name, column in result.columns().items()}
+        return {"taught": result.taught, **columns}
     if isinstance(result, Ragged):
         return {"values": result.flat, "lengths": result.lengths}
     return packed_completions(result) if isinstance(result, list | RolloutArrays) else result
@@ -272,6 +308,8 @@ def _packed(result: Any) -> Any:
 def _unpacked(packed: Any) -> Any:
     if not isinstance(packed, dict):
         return packed
+    if "taught" in packed:
+        return TeacherScores(**{name: _unpacked(column) for name, column in packed.items()})
     if "logp" in packed:
         columns = {name: _unpacked(column) for name, column in packed.items()}
         return TokenStats(**{"entropy": None} | columns)

@@ -69,6 +69,25 @@ def test_both_backends_learn_the_same_from_several_teachers(
     assert first[0]["hinted_divergence"] > 0
 
 
+def test_a_teacher_stands_beside_a_critic_and_examples(
+    arithmetic: Path, teacher: Path, train: Run, tmp_path: Path
+) -> None:
+    examples = tmp_path / "ptx.jsonl"
+    examples.write_text('{"prompt": "1+2=", "response": "3"}\n' * 8)
+    done = train(
+        arithmetic / "run.yaml",
+        *PLAIN,
+        f"algorithm.teachers=[{{path: {teacher}}}]",
+        *("algorithm.advantage=gae", f"data.ptx={examples}", "algorithm.ptx_coef=0.5"),
+        f"trainer.output={tmp_path / 'out'}",
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    for metrics in metrics_of(tmp_path / "out")[1:]:
+        assert metrics["teacher_divergence"] > 0
+        assert metrics["ptx_cross_entropy"] > 0
+        assert metrics["critic_loss"] > 0
+
+
 def test_a_teacher_with_another_tokenizer_is_refused_with_the_token(
     arithmetic: Path, teacher: Path, train: Run, tmp_path: Path
 ) -> None:

@@ -180,12 +180,13 @@ def _fused(
         elif isinstance(operation, Concatenate):
             joined = operation.dim
         else:
+            fields = read_json_object(Path(files.folder) / "config.json")
             raise CheckpointError(
-                f"{files.folder}: transformers makes {name} another tensor by {type(operation).__name__}, which has no place "
-                "in this backend: weights are pushed and saved as they are in the folder. "
+                f"{files.folder}: transformers makes {name} of model_type={fields.get('model_type')} another tensor by "
+                f"{type(operation).__name__}, which has no place in this backend: weights are pushed and saved as they are in "
+                "the folder. "
                 + advice(
-                    read_json_object(Path(files.folder) / "config.json"),
-                    "Take a folder that was saved otherwise",
+                    fields, "Save the folder with save_pretrained(..., save_original_format=False)"
                 )
             )
     axis = joined - 1 if merged else joined

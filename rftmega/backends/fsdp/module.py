@@ -71,7 +71,8 @@ class LogProbHead(nn.Module):
         head = Head(weight, bias, pair, self.cap)
         if teaching is not None and teaching.asked is not None:
             asked = teaching.asked
-            return tuple(teacher_numbers(asked, hidden, head, targets, divisor, shard).values())
+            numbers = teacher_numbers(asked, hidden, head, targets, divisor, shard)
+            return tuple(numbers[name] for name in asked.names)
         logp, entropy = linear_stats(
             hidden, weight, targets, divisor, shard, bias=bias, pair=pair, cap=self.cap
         )

@@ -81,8 +81,7 @@ class FSDPRunner(ModelRunner):
         )
         grids = [_in_rows(output, fed) for output in outputs]
         if batch.asked is not None:
-            names = batch.asked.columns(self.manager.description.hidden, self.manager.dtype)
-            return self.told(dict(zip(names, grids, strict=True)), batch)
+            return self.told(dict(zip(batch.asked.names, grids, strict=True)), batch)
         if batch.taught:
             logp, entropy, divergence = grids
             return self.stats(logp, entropy, divergence=divergence)

@@ -5,10 +5,11 @@ m = (A + (c n / m) B) / n. So the second loss is multiplied by c n / m, and cont
 the count.
 """
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from rftmega.core.ragged import chunks
 from rftmega.core.types import Auxiliary, Experience, LossFn, TokenLoss
@@ -39,6 +40,17 @@ def beside(first: LossFn, experience: Experience[Any], auxiliary: Auxiliary, sta
     return loss
 
 
+def statistics_of(stats: Any, values: Tensor, *, teachers: int) -> Any:
+    """Returns statistics of class `stats` (TokenStats or TokenValues) that are all `values` [B, T],
+    and a divergence of 0 from each of the `teachers`.
+    """
+    named = {each.name for each in fields(stats)}
+    found = stats(**dict.fromkeys(named - {"routes", "divergence"}, values))
+    if not teachers or "divergence" not in named:
+        return found
+    return replace(found, divergence=values.new_zeros(*values.shape, teachers))
+
+
 def counted(loss_fn: LossFn, experience: Experience[Any], stats: Any) -> int:
     """Returns the number of tokens (or other terms) over which `loss_fn` averages, its
     `TokenLoss.count`, in all rows of `experience`.
@@ -46,11 +58,11 @@ def counted(loss_fn: LossFn, experience: Experience[Any], stats: Any) -> int:
     The loss is called with statistics that are all zero, of class `stats` (TokenStats or
     TokenValues).
     """
-    names = stats.__dataclass_fields__
     count = 0
     for index in chunks(experience.lengths):
         part = replace(experience.select(index), routes=None).padded()
         zeros = torch.zeros_like(part.advantage)
-        loss = loss_fn(stats(*[zeros] * len(names)), replace(part, old_logp=zeros))
+        seen = statistics_of(stats, zeros, teachers=len(part.teachers))
+        loss = loss_fn(seen, replace(part, old_logp=zeros))
         count += int(loss.count)
     return count

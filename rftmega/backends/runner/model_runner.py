@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from rftmega.backends.runner.auxiliary import beside
+from rftmega.backends.runner.auxiliary import beside, statistics_of
 from rftmega.backends.runner.flops import (
     BACKWARD,
     OF_FROZEN,
@@ -374,7 +374,7 @@ class ModelRunner:
 
     def _terms_of(self, experience: Experience[Any]) -> list[TeacherTerm]:
         """Returns the comparisons with the teachers of `experience`, on the device."""
-        if not experience.teachers:
+        if self.gives_values or not experience.teachers:
             return []
         assert len(self.terms) == len(experience.teachers), "a term for each teacher"
         return [term.to(self.stepped.where) for term in self.terms]
@@ -545,9 +545,7 @@ class ModelRunner:
     def _names(self, loss_fn: LossFn, experience: Experience[Any]) -> list[str]:
         nothing = experience.select(torch.zeros(0, dtype=torch.int64)).padded()
         empty = nothing.advantage
-        stats = self.stats(*[empty] * len(self.names))
-        if nothing.teachers:
-            stats = replace(stats, divergence=empty.new_zeros(*empty.shape, len(nothing.teachers)))
+        stats = statistics_of(self.stats, empty, teachers=len(nothing.teachers))
         return list(sums_of(loss_fn(stats, replace(nothing, old_logp=empty))))
 
 

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from rftmega.config.addresses import address_of
 from rftmega.config.capabilities import backend_of
 from rftmega.config.options.teachers import Teacher, names_of
 from rftmega.config.schema import RunConfig
@@ -48,6 +49,11 @@ def _source(teacher: Teacher) -> list[str]:
         found.append(
             f"vocabulary=full needs a folder as path, whose LM head the run can read, not {what}. Set it to top_k or sampled."
         )
+    for address in teacher.addresses:
+        try:
+            address_of(address)
+        except ValueError as error:
+            found.append(f"addresses: {address} is no address of a server: {error}.")
     if teacher.key_env and not teacher.addresses:
         found.append(f"key_env={teacher.key_env} needs addresses: nothing else reads it.")
     return found

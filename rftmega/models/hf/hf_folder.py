@@ -54,6 +54,7 @@ DTYPES = {
 OF_DTYPE = ("dtype", "torch_dtype")  # fields of config.json, of transformers 5 and before
 SECTIONS = ("text_config", "vision_config", "audio_config")
 WEIGHT_DTYPES = ("F64", "F32", "F16", "BF16")
+TABLES = ("I64", "U64", "BOOL")  # no format stores quantised weights in these
 CODES = {dtype: code for code, dtype in DTYPES.items()} | {torch.float8_e4m3fn: "F8_E4M3"}
 
 
@@ -184,9 +185,11 @@ class HFFolder:
         """
         said = self._said(name)["dtype"]
         if said not in WEIGHT_DTYPES:
+            remedy = "Quantised weights can't be trained: convert the folder to bfloat16 first."
+            if said in TABLES:
+                remedy = "It may be a table of tokens or experts, which is neither trained nor pushed. Take another model."
             raise CheckpointError(
-                f"{self.folder / self._holder(name)}: {name} is of dtype {said}; weights are {', '.join(WEIGHT_DTYPES)}. "
-                "Quantised weights can't be trained: convert the folder to bfloat16 first."
+                f"{self.folder / self._holder(name)}: {name} is of dtype {said}; weights are {', '.join(WEIGHT_DTYPES)}. {remedy}"
             )
         return DTYPES[said]
 

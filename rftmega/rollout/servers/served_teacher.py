@@ -19,6 +19,7 @@ from rftmega.core.teacher_scores import TeacherRequest, TeacherScores
 from rftmega.core.types import Rows
 from rftmega.rollout.servers.protocol.http_reply import BROKEN, asked
 from rftmega.runtime.parallel import host_memory
+from rftmega.runtime.parallel.collectives import gather_objects
 
 ATTEMPTS = 6  # requests for a row, each to another server in turn
 LONGEST_PAUSE = 20.0  # seconds between two attempts
@@ -64,11 +65,17 @@ class ServedTeacher:
     def teach(self, rows: Rows[Any], request: TeacherRequest) -> TeacherScores:
         """Returns the requested numbers, see `core.interfaces.TeacherScorer`.
 
-        Raises EngineError on a process whose row no server answers for.
+        Raises EngineError, on all processes, if no server answers for a row.
         """
         own = list(range(self.rank, len(rows), self.ranks))
-        with ThreadPoolExecutor(AT_ONCE, "teacher") as threads:
-            found = list(threads.map(lambda row: self._of_row(rows, row, request), own))
+        found, error = [], ""
+        try:
+            with ThreadPoolExecutor(AT_ONCE, "teacher") as threads:
+                found = list(threads.map(lambda row: self._of_row(rows, row, request), own))
+        except EngineError as raised:  # the others wait for this process's rows
+            error = str(raised)
+        if errors := list(filter(None, gather_objects(error))):
+            raise EngineError(errors[0])
         counts = rows.mask.sums()
         given = ((torch.tensor([row]), values) for row, values in zip(own, found, strict=True))
         columns = host_memory.current().of_tokens(counts, request.columns(0, torch.float32), given)

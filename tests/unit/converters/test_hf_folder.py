@@ -160,6 +160,14 @@ def test_weights_that_are_no_floating_point_numbers_are_refused_by_name(
             read("model.norm.weight", (64,))
 
 
+def test_a_table_of_whole_numbers_is_not_called_a_quantised_weight(tmp_path: Path) -> None:
+    table = torch.arange(300, dtype=torch.int64)
+    save_file({"gate.tid2eid": table}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match="a table of tokens or experts") as raised:
+        HFFolder(tmp_path).slice_of("gate.tid2eid", (300,))
+    assert "convert" not in str(raised.value)
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
 def test_weights_of_other_precisions_are_read(dtype: torch.dtype, tmp_path: Path) -> None:
     save_file({"model.norm.weight": torch.ones(64, dtype=dtype)}, tmp_path / "model.safetensors")

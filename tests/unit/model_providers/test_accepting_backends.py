@@ -142,3 +142,20 @@ def test_a_config_that_both_backends_know_is_accepted_by_both(tmp_path: Path) ->
 
 def test_families_of_megatron_and_types_of_transformers_are_named_alike() -> None:
     assert set(FAMILIES) - {"kimi_k2"} <= set(CONFIG_MAPPING)
+
+
+@pytest.mark.parametrize(
+    ("kind", "said", "unsaid"),
+    [
+        ("xlnet", "it predicts tokens from those before and behind them", "positions"),
+        ("git", "model_type=git has more than a decoder of text", "(model_type=git) is a model"),
+    ],
+)
+def test_a_type_is_refused_for_what_it_is(
+    kind: str, said: str, unsaid: str, tmp_path: Path
+) -> None:
+    CONFIG_MAPPING[kind]().save_pretrained(tmp_path)
+    with pytest.raises(CheckpointError) as raised:
+        read_config(tmp_path)
+    assert said in str(raised.value)
+    assert unsaid not in str(raised.value)

@@ -14,7 +14,9 @@ from rftmega.backends.megatron import model_runner
 from rftmega.config import RolloutConfig, RunConfig, load
 from rftmega.core.errors import CheckpointError, Preempted
 from rftmega.core.interfaces import OneProcess
+from rftmega.core.ragged import Ragged
 from rftmega.core.rollout_arrays import selected
+from rftmega.core.teacher_scores import TeacherRequest, TeacherScores
 from rftmega.core.types import (
     Completion,
     Prompt,
@@ -32,7 +34,7 @@ from rftmega.monitoring.observers.metric_writers import JSONLines
 from rftmega.monitoring.observers.observer import Observer
 from rftmega.trainer import Algorithm
 from rftmega.trainer.experience import given
-from rftmega.trainer.journal import Journal, JournaledEngine, JournaledPolicy
+from rftmega.trainer.journal import Journal, JournaledEngine, JournaledPolicy, JournaledTeacher
 from rftmega.trainer.optimizer_steps import take_steps
 from tests.rollouts import Alone, answered
 from tests.tiny_models import save_tiny
@@ -472,3 +474,35 @@ def test_log_probs_of_a_journal_of_format_4_are_told_as_rows_are() -> None:
     )
     assert [row.tolist() for row in told[0].logp] == [[-1.0, -2.0], [-3.0]]
     assert metrics["loss"] == 1.0
+
+
+@pytest.mark.parametrize("vocabulary", ["full", "top_k", "sampled"])
+def test_what_a_teacher_said_before_a_resume_is_not_asked_again(vocabulary: Any) -> None:
+    """But for hidden states, which only teachers give that do not learn."""
+    asked: list[int] = []
+
+    class Teacher:
+        def teach(self, rows: Rows[Any], request: TeacherRequest) -> TeacherScores:
+            asked.append(len(rows))
+            counts = rows.mask.sums()
+            columns = {
+                name: Ragged.packed(torch.randn(int(counts.sum()), *shape).to(kind), counts)
+                for name, (kind, shape) in request.columns(4, torch.float32).items()
+            }
+            return TeacherScores(torch.tensor([True, False]), **columns)
+
+    tokens = Ragged.of([torch.arange(5), torch.arange(3)])
+    mask = tokens.shortened().with_values(torch.tensor([False, True, True, True, False, True]))
+    rows = Rows(tokens, torch.tensor([2, 2]), tokens.lengths, mask)
+    request, journal, resumed = TeacherRequest(vocabulary, 2), Journal(), Journal()
+    journal.begin()
+    first = JournaledTeacher(Teacher(), journal, 1).teach(rows, request)
+    resumed.load_state(copy.deepcopy(journal.state()))
+    resumed.begin()
+    again = JournaledTeacher(Teacher(), resumed, 1).teach(rows, request)
+    assert len(asked) == (2 if vocabulary == "full" else 1)
+    if vocabulary == "full":
+        return
+    assert torch.equal(first.taught, again.taught)
+    for name, column in first.columns().items():
+        assert torch.equal(column.flat, again.columns()[name].flat)

@@ -29,6 +29,10 @@ SERVED = Teacher(addresses=["http://h:1"], vocabulary="sampled")
 REFUSED = [
     (Teacher(), "give it a path"),
     (Teacher(path="X", addresses=["http://h:1"]), "give it a path"),
+    (
+        Teacher(addresses=["node7"], vocabulary="sampled"),
+        "addresses: node7 is no address of a server",
+    ),
     (Teacher(path="self", vocabulary="sampled"), "path=self needs prompt"),
     (Teacher(path="self", prompt="p"), "vocabulary=full needs a folder"),
     (Teacher(addresses=["http://h:1"]), "vocabulary=full needs a folder"),
