@@ -444,12 +444,24 @@ def _of_another_part(name: str, value: Any, union: str, chosen: str, having: lis
     return f"{shown(name, value)} needs {union}.type={' or '.join(having)}, not {chosen}, which has no such option."
 
 
+def _strangers(value: Any, known: list[str]) -> str:
+    """Returns text that names the first key in a list of sections that is not in `known`; "" if
+    there is none.
+    """
+    sections = [each for each in value if isinstance(each, dict)] if isinstance(value, list) else []
+    for key in (str(key) for section in sections for key in section if key not in known):
+        near = difflib.get_close_matches(key, known, n=1)
+        return f"; {key} is none of them" + (f". Did you mean {near[0]}?" if near else "")
+    return ""
+
+
 def _unfit(name: str, value: Any, error: OmegaConfBaseException, plugins: Plugins) -> str:
     known = options(plugins)
     kind = known.get(name) or known.get(name.rpartition(".")[0])
     if (element := listed(kind)) is not None:
-        meant = f"a list of sections, each with options of: {', '.join(hints(element))}"
+        named = list(hints(element))
+        meant = f"a list of sections, each with options of: {', '.join(named)}{_strangers(value, named)}"
     else:
         meant = MEANT[kind] if kind in MEANT else f"something else ({str(error).splitlines()[0]})"
     told = name if holds_secrets(name, plugins) else f"{name}={value!r}"
-    return f"{told} must be {meant}."
+    return f"{told} must be {meant}{'' if meant.endswith('?') else '.'}"

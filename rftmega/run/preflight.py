@@ -379,8 +379,8 @@ def _teachers(config: RunConfig, policy: ModelDescription) -> list[str]:
     found = []
     teachers = config.algorithm.teachers
     for name, teacher in zip(names_of(teachers), teachers, strict=True):
-        if not teacher.loads:
-            continue
+        if not teacher.loads or not (Path(teacher.path) / "config.json").is_file():
+            continue  # validation has said so
         option, path, longest = f"{name}: path", teacher.path, config.rollout.max_row_tokens
         try:
             model = _described(config, path)

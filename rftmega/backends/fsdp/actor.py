@@ -1,8 +1,6 @@
 """FSDPActor: the policy model with sharded parameters."""
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
-from typing import Any
+from collections.abc import Callable
 
 from torch import Tensor
 
@@ -12,17 +10,16 @@ from rftmega.backends.fsdp.mesh import ShardingMesh
 from rftmega.backends.fsdp.module import LogProbHead
 from rftmega.backends.fsdp.runner import FSDPRunner
 from rftmega.backends.fsdp.trainable import FSDPModel
+from rftmega.backends.runner.scoring_policy import ScoringPolicy
 from rftmega.config import RunConfig
 from rftmega.core.errors import CheckpointError
-from rftmega.core.teacher_scores import TeacherRequest, TeacherScores
 from rftmega.core.types import Column, Metrics, Rows, TokenStats
 from rftmega.models.hf.lm_head_rows import HeadSource, HeldRows
 from rftmega.models.hf.quantised_folder import open_quantised
-from rftmega.models.kernels.teacher_terms import TeacherTerm
 from rftmega.runtime.device.held_weights import AveragedWeights, ReferenceWeights
 
 
-class FSDPActor(FSDPModel):
+class FSDPActor(FSDPModel, ScoringPolicy):
     """FSDPActor computes log-probs and trains the policy.
 
     Every process calls its methods with the whole batch and gets the whole result.
@@ -84,30 +81,6 @@ class FSDPActor(FSDPModel):
         )
         with self.reference.swapped_in():
             return self.log_probs(rows)
-
-    @property
-    def starting_sum(self) -> int:
-        """Returns the checksum of the weights that `starting_log_probs` scores with."""
-        found = self.sum_of_frozen if self.manager.adapters is None else self.manager.sum_of_base
-        assert found is not None, "this run reads no log-probs of the reference"
-        return found
-
-    def starting_log_probs(self, rows: Rows[Column]) -> TokenStats[Column]:
-        """Returns the log-prob and entropy of every target token at temperature 1, under the base
-        model if the policy has adapters, otherwise under the current weights: before training,
-        those of the starting policy.
-        """
-        adapters = self.manager.adapters
-        with nullcontext() if adapters is None else adapters.swapped_in():
-            return self.log_probs(rows, temperature=1.0)
-
-    def teach(self, rows: Rows[Any], request: TeacherRequest) -> TeacherScores:
-        """Returns a teacher's numbers of the tokens of the mask of `rows`, see `ModelRunner.teach`."""
-        return self.runner.teach(rows, request)
-
-    def learn_from(self, terms: Sequence[TeacherTerm]) -> None:
-        """Sets the comparisons with the teachers in `Experience.teachers`."""
-        self.runner.terms = terms
 
     @property
     def held_rows(self) -> HeldRows | None:

@@ -1,7 +1,6 @@
 """MegatronActor: the policy model, in any parallel layout."""
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -11,13 +10,12 @@ from rftmega.backends.megatron.manager import MegatronModelManager
 from rftmega.backends.megatron.model_runner import MegatronRunner
 from rftmega.backends.megatron.trainable import MegatronModel
 from rftmega.backends.runner.model_runner import MicroBatch
+from rftmega.backends.runner.scoring_policy import ScoringPolicy
 from rftmega.config import RunConfig
 from rftmega.converters import table
-from rftmega.core.teacher_scores import TeacherRequest, TeacherScores
 from rftmega.core.types import Column, LossFn, Metrics, Rows, TokenStats
 from rftmega.models.hf.lm_head_rows import HeadSource, HeldRows
 from rftmega.models.hf.stacked_files import open_folder
-from rftmega.models.kernels.teacher_terms import TeacherTerm
 from rftmega.models.layers import router_replay
 from rftmega.runtime.device.held_weights import AveragedWeights, ReferenceWeights
 from rftmega.runtime.parallel.topology import Topology
@@ -25,7 +23,7 @@ from rftmega.runtime.parallel.topology import Topology
 OUTPUT_WEIGHT = "output_layer.weight"  # Megatron's name
 
 
-class MegatronActor(MegatronModel):
+class MegatronActor(MegatronModel, ScoringPolicy):
     """MegatronActor computes log-probs and trains the policy.
 
     Every process calls its methods with the whole batch and gets the whole result.
@@ -104,30 +102,6 @@ class MegatronActor(MegatronModel):
         with self.reference.swapped_in():
             own: TokenStats[Column] = self.runner.score(replace(rows, routes=None))
         return own
-
-    @property
-    def starting_sum(self) -> int:
-        """Returns the checksum of the weights that `starting_log_probs` scores with."""
-        found = self.sum_of_frozen if self.manager.adapters is None else self.manager.sum_of_base
-        assert found is not None, "this run reads no log-probs of the reference"
-        return found
-
-    def starting_log_probs(self, rows: Rows[Column]) -> TokenStats[Column]:
-        """Returns the log-prob and entropy of every target token at temperature 1, under the base
-        model if the policy has adapters, otherwise under the current weights: before training,
-        those of the starting policy.
-        """
-        adapters = self.manager.adapters
-        with nullcontext() if adapters is None else adapters.swapped_in():
-            return self.log_probs(rows, temperature=1.0)
-
-    def teach(self, rows: Rows[Any], request: TeacherRequest) -> TeacherScores:
-        """Returns a teacher's numbers of the tokens of the mask of `rows`, see `ModelRunner.teach`."""
-        return self.runner.teach(rows, request)
-
-    def learn_from(self, terms: Sequence[TeacherTerm]) -> None:
-        """Sets the comparisons with the teachers in `Experience.teachers`."""
-        self.runner.terms = terms
 
     @property
     def held_rows(self) -> HeldRows | None:

@@ -67,14 +67,12 @@ class TemplateBridge:
 
         `history`: all messages up to and including the completion's, as returned by `message`. With
         data.keep_reasoning, a template that drops the reasoning of earlier turns counts as one that
-        keeps it: the tokens after the completion are those that it writes after a completion
-        without reasoning.
+        keeps it: the tokens after the completion are those that it writes behind the turn's end.
         """
         found = self._bridge(completion_ids, messages, tools, history)
         if found is not None or not self._tokenizer.chat.keep_reasoning:
             return found
-        spoken = [_without_reasoning(each) for each in history]
-        return self._bridge(completion_ids, messages, tools, spoken, stable=False)
+        return self._bridge(completion_ids, messages, tools, history, stable=False)
 
     def _bridge(
         self,
@@ -232,17 +230,6 @@ def _behind_thinking(reply: Reply) -> str:
     if closed:
         return behind.lstrip("\n")
     return reply.content + "".join(call.text for call in reply.calls)
-
-
-def _without_reasoning(message: dict[str, Any]) -> dict[str, Any]:
-    """Returns a message of the model without its reasoning; any other message unchanged."""
-    if message.get("role") != "assistant":
-        return message
-    spoken = {key: value for key, value in message.items() if key not in REASONING_KEYS}
-    content = spoken.get("content")
-    if isinstance(content, str) and "</think>" in content:
-        spoken["content"] = content.partition("</think>")[2].lstrip("\n")
-    return spoken
 
 
 def _kept(message: Any, text: str) -> bool:

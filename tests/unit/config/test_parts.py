@@ -218,3 +218,9 @@ def test_the_reference_tells_of_every_part_with_its_options() -> None:
         if option.part:
             assert f"{option.name} = " in told
     assert len(RunConfig.__dataclass_fields__) > 5
+
+
+def test_a_misspelt_option_of_a_listed_section_is_named(path: Path) -> None:
+    said = refusal(path, "algorithm.teachers=[{path: x}, {path: y, divergenc: jsd}]")
+    assert said.endswith("divergenc is none of them. Did you mean divergence?")
+    assert "algorithm.teachers=[{'path': 'x'}" in said
