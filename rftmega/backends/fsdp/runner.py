@@ -10,7 +10,7 @@ from torch import Tensor
 from rftmega.backends.fsdp.feed import Feed, feed
 from rftmega.backends.fsdp.manager import FSDPModelManager
 from rftmega.backends.fsdp.module import Teaching
-from rftmega.backends.runner.model_runner import MicroBatch, ModelRunner
+from rftmega.backends.runner.model_runner import MicroBatch, ModelRunner, refusal_to_share
 from rftmega.core.types import Rows
 from rftmega.data.media.model_inputs import ImageTensors, image_tensors
 from rftmega.model_providers.tower import VisionTower
@@ -26,13 +26,18 @@ class FSDPRunner(ModelRunner):
     """
 
     def __init__(self, manager: FSDPModelManager, stats: Any):
-        super().__init__(manager, manager.placement, stats)
         self.manager = manager
+        super().__init__(manager, manager.placement, stats)
 
     def _slots(self, counts: Sequence[int]) -> int:
         if self.manager.unpacked is None:
             return max(sum(counts), 1)
         return max(len(counts) * max(counts, default=0), 1)
+
+    def why_nothing_shared(self) -> str:
+        if self.manager.unpacked is not None:
+            return f"rows are not packed: {self.manager.unpacked}"
+        return refusal_to_share(self.cfg, self.manager.where, self.manager.dtype)
 
     def _run(self, batches: Sequence[MicroBatch], *, forward_only: bool) -> list[Any]:
         recorder.count("ideal", len(batches))
@@ -71,6 +76,7 @@ class FSDPRunner(ModelRunner):
             where=self.manager.where,
             images=self._images(rows),
             needed=batch.needed,
+            sorted_rows=batch.sorted_rows,
         )
         teaching: Teaching | None = None
         if batch.asked is not None or batch.taught:
