@@ -20,8 +20,8 @@ SHORTEST = 16  # minimum length of a shared segment in tokens
 FEWEST = 64  # minimum number of tokens that sharing a segment saves
 
 
-class Segment(NamedTuple):
-    """Segment is a run of packed tokens that the same rows contain."""
+class RowSegment(NamedTuple):
+    """RowSegment is a run of packed tokens that the same rows contain."""
 
     start: int  # its first packed token
     stop: int
@@ -33,9 +33,34 @@ class Segment(NamedTuple):
 class SharedTokens(NamedTuple):
     """SharedTokens maps the token grid [rows, columns] of a micro-batch to packed tokens."""
 
-    segments: tuple[Segment, ...]  # without filler
+    segments: tuple[RowSegment, ...]  # without filler
     slots: Tensor  # [N] index in the flat grid of each packed token (of the first of equal ones)
     places: Tensor  # [rows * columns] packed token of each token of the grid; -1: there is none
+
+    def predictions(self, columns: int) -> "Predictions":
+        """Returns what tokens predict in a grid with this many columns: packed tokens that several
+        rows share predict the same, unless the rows go on differently.
+        """
+        present = (self.places >= 0).nonzero()[:, 0]
+        following = torch.cat([self.places[1:], self.places.new_full((1,), -1)])
+        following[columns - 1 :: columns] = -1  # rows end there
+        # the next packed token says which token is predicted, and after which
+        key = torch.where(
+            following >= 0, following, len(self.places) + torch.arange(len(following))
+        )
+        _, copies = key[present].unique(return_inverse=True)
+        distinct = present.new_empty(int(copies.max()) + 1 if len(copies) else 0)
+        distinct[copies] = present
+        return Predictions(self.places[distinct], distinct, present, copies)
+
+
+class Predictions(NamedTuple):
+    """Predictions are the n different predictions of a grid's m tokens."""
+
+    places: Tensor  # [n] packed token that predicts
+    slots: Tensor  # [n] index in the flat grid of one token that has the prediction
+    present: Tensor  # [m] index in the flat grid of every token
+    copies: Tensor  # [m] which of the n predictions it has
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +146,7 @@ def _common(one: Any, other: Any) -> int:
     return int(unequal.argmax()) if unequal.any() else least
 
 
-def _divided(lengths: Sequence[int], common: Sequence[int]) -> tuple[list[Segment], Tensor]:
+def _divided(lengths: Sequence[int], common: Sequence[int]) -> tuple[list[RowSegment], Tensor]:
     """Divides sorted rows of these `lengths`, which have `common` tokens with the row before, into
     segments, in packed order; returns also the number of tokens that each row shares with earlier
     rows, [B].
@@ -130,7 +155,7 @@ def _divided(lengths: Sequence[int], common: Sequence[int]) -> tuple[list[Segmen
     continues, and sharing it saves FEWEST tokens.
     """
     shared = [0] * len(lengths)
-    segments: list[Segment] = []
+    segments: list[RowSegment] = []
     packed = 0
     # rows [first, last] that share `before` tokens, all in segments up to `parent`
     open_ranges = [(0, len(lengths) - 1, 0, -1)] if lengths else []
@@ -140,7 +165,7 @@ def _divided(lengths: Sequence[int], common: Sequence[int]) -> tuple[list[Segmen
         more = alike - before
         single = first == last
         if more and (single or (more >= SHORTEST and (last - first) * more >= FEWEST)):
-            segments.append(Segment(packed, packed + more, packed + more, before, parent))
+            segments.append(RowSegment(packed, packed + more, packed + more, before, parent))
             packed += more
             before, parent = alike, len(segments) - 1
         if single:

@@ -24,6 +24,24 @@ class Feed:
     slots: Tensor  # [N] index of each target in the flat [rows * columns] grid; behind it: filler
     rows: int
     columns: int
+    # for the results of all M targets, where some are equal: their index among the N [M], and in
+    # the flat grid [M]
+    copies: tuple[Tensor, Tensor] | None = None
+
+    def in_rows(self, outputs: Tensor) -> Tensor:
+        """Scatters outputs [N, ...] of the targets into [B, T, ...], leaving out the filler token of
+        an empty micro-batch.
+
+        Differentiable even without targets, so that the backward pass runs through every layer.
+        """
+        size, slots = self.rows * self.columns, self.slots
+        if self.copies is not None:
+            chosen, slots = self.copies
+            outputs = outputs[chosen]
+        canvas = outputs.new_zeros(
+            size + 1, *outputs.shape[1:]
+        )  # the last element takes the filler
+        return canvas.index_put((slots,), outputs)[:size].unflatten(0, (self.rows, self.columns))
 
 
 def feed(
@@ -58,6 +76,7 @@ def feed(
     width = int(counts.max())
     ids, grid = tokens[:, :-1][:, :width], grid[:, :width]
     positions = torch.arange(width).expand(len(ids), -1)
+    copies = None
     if packed:
         if sorted_rows is not None and width:
             shared = sorted_rows.packed(width)
@@ -65,6 +84,15 @@ def feed(
                 [0, *(segment.stop for segment in shared.segments)], SegmentTree(shared.segments)
             )
             chosen, places = shared.slots, shared.places[shared.places >= 0]
+            if needed is None:
+                once = shared.predictions(width)
+                order = torch.empty_like(
+                    shared.places
+                )  # of the targets, by their index in the grid
+                order[once.present] = torch.arange(len(places))
+                copies = once.copies, slots
+                places, kept = once.places, order[once.slots]
+                targets, slots = targets[kept], slots[kept]
         else:
             edges = Edges([0, *counts[counts > 0].cumsum(0).tolist()])
             chosen = grid.flatten().nonzero()[:, 0]
@@ -85,7 +113,9 @@ def feed(
     if needed is not None:
         places, targets, slots = _only(needed, places, targets, slots)
     places, targets, slots = (_sent(index, where) for index in (places, targets, slots))
-    return Feed(arguments, places, targets, slots, rows, columns)
+    if copies is not None:
+        copies = _sent(copies[0], where), _sent(copies[1], where)
+    return Feed(arguments, places, targets, slots, rows, columns, copies)
 
 
 def _only(

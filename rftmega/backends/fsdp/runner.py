@@ -5,9 +5,8 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from rftmega.backends.fsdp.feed import Feed, feed
+from rftmega.backends.fsdp.feed import feed
 from rftmega.backends.fsdp.manager import FSDPModelManager
 from rftmega.backends.fsdp.module import Teaching
 from rftmega.backends.runner.model_runner import MicroBatch, ModelRunner, refusal_to_share
@@ -85,7 +84,7 @@ class FSDPRunner(ModelRunner):
         outputs = self.manager.network(
             fed.arguments, fed.places, fed.targets, batch.temperature, teaching
         )
-        grids = [_in_rows(output, fed) for output in outputs]
+        grids = [fed.in_rows(output) for output in outputs]
         if batch.asked is not None:
             return self.told(dict(zip(batch.asked.names, grids, strict=True)), batch)
         if batch.taught:
@@ -108,15 +107,3 @@ class FSDPRunner(ModelRunner):
         grid = torch.tensor([[1, tower.merge, tower.merge]])
         black = torch.zeros(tower.merge**2, tower.patch_width)
         return replace(fed, pixels=black, grids=grid)
-
-
-def _in_rows(outputs: Tensor, fed: Feed) -> Tensor:
-    """Scatters the outputs [N, ...] of the target tokens of `fed` into [B, T, ...], leaving out the
-    filler token of an empty micro-batch.
-
-    Differentiable even without targets, so that the backward pass runs through every layer.
-    """
-    size = fed.rows * fed.columns
-    # the last element takes the filler
-    canvas = outputs.new_zeros(size + 1, *outputs.shape[1:])
-    return canvas.index_put((fed.slots,), outputs)[:size].unflatten(0, (fed.rows, fed.columns))

@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -22,7 +23,7 @@ from megatron.core.tensor_parallel import (
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
-from rftmega.core.shared_prefixes import Segment, SortedRows
+from rftmega.core.shared_prefixes import RowSegment, SharedTokens, SortedRows
 from rftmega.core.teacher_scores import TeacherRequest
 from rftmega.data.media.model_inputs import ImageTensors, image_tensors
 from rftmega.data.media.waveform_inputs import WaveformTensors
@@ -141,9 +142,9 @@ class Packing:
     context_group: Any  # None without context parallelism
     # context-parallel rank and size
     context: tuple[int, int] = (0, 1)
-    # [rows * columns] packed slot of each token of the grid, on the host, where rows share slots;
-    # -1: there is none. None: each token has its own slot.
-    shared: Tensor | None = None
+    # the slots that rows share, on the host;
+    # None: each token has its own slot.
+    shared: SharedTokens | None = None
 
     def take(self, grid: Tensor, chosen: "ChosenTokens | None" = None) -> Tensor:
         """Packs `grid` [rows, columns], or one value per row [rows], into [N], the values of this
@@ -175,28 +176,34 @@ class Packing:
 
     def selected(self, needed: Tensor | None) -> "ChosenTokens | None":
         """Returns the tokens of this process's slots that are True in `needed` [rows, columns] on
-        the host; a slot that rows share occurs once for each of them. `needed` None: all tokens.
-        Returns None for all slots in their order.
+        the host; a slot that rows share occurs once for each of them. `needed` None: all tokens, of
+        which those with the same prediction occur once. Returns None for all slots in their order.
 
         Without any, they are the first slot and the place of filler: the LM head takes part in
         collectives, and its gradient must be there.
         """
-        if self.shared is not None:
-            marked = self.shared >= 0
-            if needed is not None:
-                marked &= needed.reshape(-1)
-            slots = marked.nonzero()[:, 0]
-            places = self.shared[slots]
-        elif needed is None:
+        if self.shared is not None and needed is None:
+            places, slots, present, copies = self.shared.predictions(self.columns)
+            where = self.slots.device
+            places, there, copies, present = (
+                index.to(where, non_blocking=True) for index in (places, slots, copies, present)
+            )
+            return ChosenTokens(places, there, slots, (copies, present))
+        if needed is None:
             return None
+        if self.shared is not None:
+            slots = ((self.shared.places >= 0) & needed.reshape(-1)).nonzero()[:, 0]
+            places = self.shared.places[slots]
         else:
             marks = torch.cat([needed.reshape(-1), needed.new_zeros(1)])
             places = marks[self.slots_on_host].nonzero()[:, 0]
             slots = self.slots_on_host[places]
         if not len(places):
             places, slots = places.new_zeros(1), slots.new_full((1,), self.rows * self.columns)
-        there = (index.to(self.slots.device, non_blocking=True) for index in (places, slots))
-        return ChosenTokens(*there, slots)
+        where = self.slots.device
+        return ChosenTokens(
+            places.to(where, non_blocking=True), slots.to(where, non_blocking=True), slots
+        )
 
     def put(self, values: Tensor, slots: Tensor | None = None) -> Tensor:
         """Unpacks `values` [N, ...] of this process's slots into [rows, columns, ...], with 0 where
@@ -219,6 +226,15 @@ class ChosenTokens(NamedTuple):
     places: Tensor  # [n] index among this process's slots
     slots: Tensor  # [n] index in the flat grid
     slots_on_host: Tensor
+    # of all m tokens: index [m] among the n whose results they have, and in the flat grid [m]
+    copies: tuple[Tensor, Tensor] | None = None
+
+    def put(self, values: Tensor, packing: Packing) -> Tensor:
+        """Returns the results `values` [n, ...] of these tokens in the grid, see `Packing.put`."""
+        if self.copies is None:
+            return packing.put(values, self.slots)
+        chosen, slots = self.copies
+        return packing.put(values[chosen], slots)
 
 
 class _Everyones(torch.autograd.Function):
@@ -334,7 +350,7 @@ def pack_shared(
     position[len(found.slots) :] = torch.arange(filler)
     segments = found.segments
     if filler:
-        segments = (*segments, Segment(len(found.slots), len(slots), len(slots), 0, -1))
+        segments = (*segments, RowSegment(len(found.slots), len(slots), len(slots), 0, -1))
     tree = SegmentTree(segments)
     edges = [0, *(segment.stop for segment in segments)]
     cumulative = torch.tensor(edges, dtype=torch.int32).to(where, non_blocking=True)
@@ -355,7 +371,7 @@ def pack_shared(
         rows=rows,
         columns=columns,
         context_group=None,
-        shared=found.places,
+        shared=found,
     )
 
 
@@ -459,7 +475,7 @@ def custom_forward(
             return packing.put(values)
         everything = packing.selected(None)
         assert everything is not None
-        return packing.put(values[everything.places], everything.slots)
+        return everything.put(values[everything.places], packing)
     by_token = isinstance(logits_processor, HiddenProcessor)
     chosen = packing.selected(needed) if by_token else None
     arguments = {
@@ -471,9 +487,8 @@ def custom_forward(
     if isinstance(logits_processor, HiddenProcessor):
         hidden = _for_output_layer(output, chunk, tensor_group)
         pair = pair_of_head(chunk, output)
-        slots = packing.slots
         if chosen is not None:
-            hidden, slots = hidden.index_select(0, chosen.places), chosen.slots
+            hidden = hidden.index_select(0, chosen.places)
             pair = pair and (pair[0].index_select(0, chosen.places), pair[1])
         processed = logits_processor.from_hidden(
             hidden,
@@ -481,10 +496,11 @@ def custom_forward(
             temperature=temperature,
             tensor_group=tensor_group,
             pair=pair,
-            slots=slots,
+            slots=(chosen or packing).slots,
             **arguments,
         )
-        return {name: packing.put(value, slots) for name, value in processed.items()}
+        put = partial(chosen.put, packing=packing) if chosen is not None else packing.put
+        return {name: put(value) for name, value in processed.items()}
     logits = output[0] / (temperature[:, None] if isinstance(temperature, Tensor) else temperature)
     if logits_processor is None:
         return packing.put(logits)
@@ -550,6 +566,8 @@ def _run(
         rotary.next(packing.sequence, positions, rank=rank, ranks=ranks)
     elif isinstance(rotary, PackedRotary):
         rotary.next(packing.sequence, packing.positions[0], rank=rank, ranks=ranks)
+    for each in vars(chunk).get("latent_rotaries", ()):
+        each.next(packing.sequence, packing.positions[0], rank=rank, ranks=ranks)
     seen: dict[str, Tensor] = {}
     if chunk.pre_process and images is not None and images.inputs:
         seen["features"] = packing.take(images.features)

@@ -72,7 +72,9 @@ def plan_micro_batches(
         plan = []
         for rows in _divided(sorted_rows, data_parallel, lambda rows: cost(sizes(rows))):
             share = sizes(rows).tokens // at_least
-            plan.append(_in_order(rows, sizes, (min(token_cap, max(share, most.tokens)), *caps[1:])))
+            plan.append(
+                _in_order(rows, sizes, (min(token_cap, max(share, most.tokens)), *caps[1:]))
+            )
     else:
         plan = []
         for items in karmarkar_karp([cost(size) for size in held], data_parallel):

@@ -5,9 +5,11 @@ count. Gradients of the sums are added up over micro-batches and processes, and 
 total count. So a backend moves rows and sums; only the LossFn defines the objective.
 """
 
+import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cache
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -46,6 +48,8 @@ from rftmega.model_providers.tower import AudioTower
 from rftmega.models.kernels.teacher_terms import TaughtRows, TaughtTokens, TeacherTerm
 from rftmega.runtime.device.spans import recorder
 from rftmega.runtime.parallel import host_memory
+
+log = logging.getLogger(__name__)
 
 # by the recorder, in every pass
 COUNTED = ("tokens", "computed", "slots", "flops", "bubble", "ideal")
@@ -152,6 +156,8 @@ class ModelRunner:
         self.cfg = model.cfg
         self.temperature = self.cfg.rollout.temperature
         self.shares = self.cfg.trainer.share_prefixes and not self.why_nothing_shared()
+        if self.cfg.trainer.share_prefixes and not self.shares:
+            _tell_once(self.why_nothing_shared())
         self.backward = OF_FROZEN if self.cfg.model.lora.rank else BACKWARD
         # called after each optimizer step taken
         self.after_step: Callable[[], None] = lambda: None
@@ -624,6 +630,11 @@ def sums_of(loss: TokenLoss) -> dict[str, Tensor]:
         name: torch.stack([(metric.value * metric.weight).sum().double(), metric.count.double()])
         for name, metric in (loss.metrics | {"loss": whole}).items()
     }
+
+
+@cache
+def _tell_once(why: str) -> None:
+    log.info("Each sequence computes its beginning itself (trainer.share_prefixes): %s.", why)
 
 
 def refusal_to_share(config: RunConfig, where: torch.device, dtype: torch.dtype) -> str:

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from rftmega.core.shared_prefixes import Segment
+from rftmega.core.shared_prefixes import RowSegment
 
 aten = torch.ops.aten
 
 
-class Span(NamedTuple):
-    """Span is a run of queries that attend to a run of keys, as indices of packed tokens."""
+class AttentionSpan(NamedTuple):
+    """AttentionSpan is a run of queries that attend to a run of keys, as indices of packed tokens."""
 
     first_query: int
     queries: int  # their number
@@ -37,12 +37,12 @@ class Span(NamedTuple):
         return slice(self.first_key, self.first_key + self.keys)
 
 
-class Part(NamedTuple):
-    """Part is a set of spans, each with other queries. `causal`: each span's queries and keys are
+class AttentionPart(NamedTuple):
+    """AttentionPart is a set of spans, each with other queries. `causal`: each span's queries and keys are
     the same tokens, under a causal mask; otherwise all its queries attend to all its keys.
     """
 
-    spans: list[Span]
+    spans: list[AttentionSpan]
     causal: bool
 
 
@@ -58,7 +58,7 @@ class SegmentTree:
     once for all layers.
     """
 
-    def __init__(self, segments: Sequence[Segment]):
+    def __init__(self, segments: Sequence[RowSegment]):
         self.segments = tuple(segments)
         self.longest = max(each.before + each.stop - each.start for each in segments)
         self.parts = _parts(self.segments)
@@ -83,22 +83,27 @@ class SegmentTree:
         return self._gathered
 
 
-def _parts(segments: Sequence[Segment]) -> list[Part]:
+def _parts(segments: Sequence[RowSegment]) -> list[AttentionPart]:
     """Returns the segments' own attention, and for each depth of the tree that of all tokens that
     continue a segment of this depth.
     """
-    own = [Span(s.start, s.stop - s.start, s.start, s.stop - s.start) for s in segments]
+    own = [AttentionSpan(s.start, s.stop - s.start, s.start, s.stop - s.start) for s in segments]
     depths: list[int] = []
-    behind: dict[int, list[Span]] = defaultdict(list)
+    behind: dict[int, list[AttentionSpan]] = defaultdict(list)
     for each in segments:
         depths.append(depths[each.parent] + 1 if each.parent >= 0 else 0)
         if each.end > each.stop:
-            span = Span(each.stop, each.end - each.stop, each.start, each.stop - each.start)
+            span = AttentionSpan(
+                each.stop, each.end - each.stop, each.start, each.stop - each.start
+            )
             behind[depths[-1]].append(span)
-    return [Part(own, True), *(Part(behind[depth], False) for depth in sorted(behind))]
+    return [
+        AttentionPart(own, True),
+        *(AttentionPart(behind[depth], False) for depth in sorted(behind)),
+    ]
 
 
-def _paths(segments: Sequence[Segment], window: int | None) -> Iterable[PathBatch]:
+def _paths(segments: Sequence[RowSegment], window: int | None) -> Iterable[PathBatch]:
     whole: list[Tensor] = []
     found: dict[tuple[int, int], list[tuple[Tensor, Tensor]]] = defaultdict(list)
     for each in segments:
@@ -198,8 +203,9 @@ class _OnCPU:
         float32 or float64.
         """
         kind = torch.promote_types(query.dtype, torch.float32)
-        held = query.new_empty(query.shape, dtype=kind), query.new_empty(
-            query.shape[:2], dtype=kind
+        held = (
+            query.new_empty(query.shape, dtype=kind),
+            query.new_empty(query.shape[:2], dtype=kind),
         )
         for part in self.tree.parts:
             for batch in _batches(part):
@@ -261,9 +267,9 @@ def _rows(x: Tensor, places: _Places) -> Tensor:
     return x[places.flat].unflatten(0, (places.spans, -1)).transpose(1, 2)
 
 
-def _batches(part: Part) -> Iterable[tuple[_Places, _Places, _Places]]:
+def _batches(part: AttentionPart) -> Iterable[tuple[_Places, _Places, _Places]]:
     """Returns the places of queries, keys and values of each batch of spans of one shape."""
-    shapes: dict[tuple[int, int], list[Span]] = defaultdict(list)
+    shapes: dict[tuple[int, int], list[AttentionSpan]] = defaultdict(list)
     for span in part.spans:
         shapes[span.queries, span.keys].append(span)
     for spans in shapes.values():
@@ -283,7 +289,7 @@ class _Gathered:
     its spans, one span after another.
     """
 
-    def __init__(self, part: Part, where: torch.device):
+    def __init__(self, part: AttentionPart, where: torch.device):
         self.causal = part.causal
         self.queries, self.query_edges = _joined([span.query for span in part.spans], where)
         self.keys, self.key_edges = self.queries, self.query_edges
