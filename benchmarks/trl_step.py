@@ -12,6 +12,7 @@ vLLM. Each step has two optimizer steps.
 import json
 import os
 import re
+import resource
 import sys
 import tempfile
 import time
@@ -96,9 +97,14 @@ def main(given: dict) -> None:
         "seconds": [after - before for before, after in zip(whole, whole[1:], strict=False)],
         "phases": phases,
         "rewards": rewards,
-        "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if cuda else None,
+        "peak_gib": (torch.cuda.max_memory_allocated() if cuda else resident()) / 2**30,
     }
     print(json.dumps(told))
+
+
+def resident() -> int:
+    """Returns the largest resident memory of this process so far, in bytes."""
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 def timed(trainer: object) -> dict[str, list[float]]:
