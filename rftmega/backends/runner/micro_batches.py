@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from rftmega.core.shared_prefixes import SortedRows
 
-UNITS = (1, 2, 4, 8)  # runs of rows per rank that are tried, where rows share tokens
+UNITS = (1, 1.5, 2, 3, 4, 8)  # runs of rows per rank that are tried, where rows share tokens
 
 
 def fewest_micro_batches(pipeline: int) -> int:
@@ -111,7 +111,7 @@ def _divided(
         return [rows.order.tolist()]
     found: dict[float, list[list[int]]] = {}
     for number in UNITS:
-        runs = _runs(rows, number * parts)
+        runs = _runs(rows, round(number * parts))
         costs = [cost(run) for run in runs]
         ranks = karmarkar_karp(costs, parts)
         highest = max(sum(costs[item] for item in items) for items in ranks)
