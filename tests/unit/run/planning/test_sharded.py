@@ -212,7 +212,7 @@ def test_completions_of_a_prompt_on_one_rank_compute_it_once(tmp_path: Path) -> 
 
     def compute(share: bool, world: int) -> float:
         config.trainer.share_prefixes = share
-        return times.seconds(models, config, world, None, None, SPEEDS)["score"]["compute"]
+        return times.seconds(models, config, world, None, None, SPEEDS)["update"]["compute"]
 
     for world, together in ((1, 8), (4, 8), (16, 2), (32, 1), (64, 1)):
         once = (512 + together * 1536) / (together * 2048)
