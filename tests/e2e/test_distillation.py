@@ -34,12 +34,17 @@ def with_domains(arithmetic: Path, folder: Path) -> Path:
     return file
 
 
+SAME = {"megatron": "auto", "fsdp": "auto"}
+OTHER = {"megatron": "fsdp", "fsdp": "megatron"}
+
+
+@pytest.mark.parametrize("of_expert", [SAME, pytest.param(OTHER, marks=pytest.mark.ranks)])
 def test_both_backends_learn_the_same_from_several_teachers(
-    arithmetic: Path, teacher: Path, train: Run, tmp_path: Path
+    of_expert: dict[str, str], arithmetic: Path, teacher: Path, train: Run, tmp_path: Path
 ) -> None:
     data = with_domains(arithmetic, tmp_path)
+    expert = f"name: expert, path: {teacher}, when: {{domain: a}}, parallel: {{tensor: 2}}"
     teachers = [
-        f"{{name: expert, path: {teacher}, when: {{domain: a}}, parallel: {{tensor: 2}}}}",
         "{name: hinted, path: self, prompt: hint, vocabulary: top_k, top_k: 4, divergence: jsd}",
         f"{{name: scorer, path: {teacher}, vocabulary: sampled, signal: advantage, weight: 0.1}}",
     ]
@@ -50,7 +55,7 @@ def test_both_backends_learn_the_same_from_several_teachers(
             arithmetic / "run.yaml",
             *PLAIN,
             f"data.train={data}",
-            f"algorithm.teachers=[{', '.join(teachers)}]",
+            f"algorithm.teachers=[{{{expert}, backend: {of_expert[backend]}}}, {', '.join(teachers)}]",
             f"backend={backend}",
             layout,
             f"trainer.output={output}",
