@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.conftest import ROOT, Run, metrics_of
+from tests.e2e.test_loop import assert_memory_as_predicted
 from tests.tiny_models import save_tiny
 from tests.warm_command import run_warm
 
@@ -65,6 +66,8 @@ def test_both_backends_learn_the_same_from_several_teachers(
         found[backend] = metrics_of(output)[1:]
     first, other = found["megatron"], found["fsdp"]
     names = ("expert_divergence", "hinted_divergence", "scorer_log_ratio", "loss", "grad_norm")
+    for step in (*first, *other):
+        assert_memory_as_predicted(step)
     for one, two in zip(first, other, strict=True):
         for name in names:
             assert one[name] == pytest.approx(two[name], rel=1e-3, abs=1e-6), name

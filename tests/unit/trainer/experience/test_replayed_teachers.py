@@ -1,18 +1,20 @@
 """What teachers say of rows of earlier steps."""
 
+import math
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from rftmega.config import AlgorithmConfig
-from rftmega.config.options.algorithms import ReplayConfig
+from rftmega.config import AlgorithmConfig, KLConfig, RunConfig
+from rftmega.config.options.algorithms import NoPolicyLoss, ReplayConfig, TokenImportance
 from rftmega.config.options.teachers import Teacher
 from rftmega.core.interfaces import OneProcess
 from rftmega.core.ragged import Ragged
 from rftmega.core.teacher_scores import TeacherRequest, TeacherScores
 from rftmega.core.types import Experience, Rows, Samples, Taught, TokenStats
+from rftmega.trainer import Algorithm
 from rftmega.trainer.experience import ExperienceMaker, ReplayBuffer
 from rftmega.trainer.experience.teachers import AskedTeacher
 from rftmega.trainer.replay_mixer import ReplayMixer
@@ -122,3 +124,25 @@ def test_a_teacher_that_came_with_a_resume_does_not_teach_the_rows_of_before(mis
     groups.append(replace(groups.popleft(), **{missing: {}}))
     mixed, _ = run.mixer.beside(run.made(given), 0)
     assert sorted(mixed.teachers[0].taught.tolist()) == [False] * 2 + [True] * 6
+
+
+def test_the_loss_of_a_run_weighs_sampled_divergences() -> None:
+    """With the probability of a token under the policy over that when it was sampled, here 1.5."""
+    config = RunConfig(
+        algorithm=AlgorithmConfig(
+            policy_loss=NoPolicyLoss(),
+            importance_sampling=TokenImportance(),
+            kl=KLConfig(coef=0.0),
+            entropy_coef=0.0,
+            teachers=[replace(LOSS, weight=2.0), Teacher(path="X", weight=10.0)],
+        )
+    )
+    experience = Run(None).made(samples()).padded()
+    assert experience.old_logp is not None
+    experience = replace(experience, behaviour_logp=experience.old_logp - math.log(1.5))
+    ones = torch.ones(*experience.mask.shape, 2)
+    stats = TokenStats(experience.old_logp, None, divergence=ones)
+    value = Algorithm(config).policy_loss()(stats, experience).value
+    assert value[experience.mask].tolist() == pytest.approx(
+        [2.0 * 1.5 + 10.0] * int(experience.mask.sum())
+    )
