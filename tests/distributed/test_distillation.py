@@ -21,6 +21,7 @@ from rftmega.core.ragged import Ragged
 from rftmega.core.types import Prompt, Samples, Taught
 from rftmega.models.kernels.linear_divergence import DivergenceKind
 from rftmega.run.placement import teachers as placed
+from rftmega.run.placement.colocated import ColocatedPolicy
 from rftmega.run.placement.phases import DevicePhases
 from rftmega.run.train import built_backend
 from rftmega.trainer.algorithm import Algorithm
@@ -122,7 +123,10 @@ def dense(
     if weights is not None:
         student.load_state_dict(weights)
     other = AutoModelForCausalLM.from_pretrained(
-        teacher, dtype=torch.float64, attn_implementation="eager"
+        teacher,
+        dtype=torch.float64,
+        attn_implementation="eager",
+        experts_implementation="eager",
     )
     other.train()  # RWKV scales its weights otherwise
     loss, sums, count = torch.zeros((), dtype=torch.float64), [0.0] * len(chosen), 0
@@ -267,7 +271,7 @@ def replay_body(
     config.algorithm.replay.max_age = 1
     policy, maker, phases = made(config, chosen, world)
     algorithm, samples = Algorithm(config), samples_of(chosen)
-    mixer = algorithm.replay(policy, None, maker.teachers)
+    mixer = algorithm.replay(ColocatedPolicy(policy, phases), None, maker.teachers)
     assert mixer is not None
     for step in range(2):
         phases.score()
