@@ -142,3 +142,32 @@ def test_right_completions_of_an_evaluation_are_data_for_fine_tuning(
         f"trainer.output={tmp_path / 'sft'}",
     )
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+@pytest.mark.ranks
+def test_teachers_of_replayed_completions_go_on_after_a_resume(
+    arithmetic: Path, teacher: Path, train: Run, tmp_path: Path
+) -> None:
+    teachers = [
+        f"{{name: expert, path: {teacher}, weight: 0.1}}",
+        "{name: hinted, path: self, prompt: hint, vocabulary: top_k, top_k: 4}",
+        f"{{name: scorer, path: {teacher}, vocabulary: sampled, signal: advantage, weight: 0.1}}",
+    ]
+    given = [
+        *(arithmetic / "run.yaml", *PLAIN[:2], "data.eval="),
+        *(f"data.train={with_domains(arithmetic, tmp_path)}", "parallel.tensor=1"),
+        *(f"algorithm.teachers=[{', '.join(teachers)}]", "checkpoint.every=1"),
+        *("algorithm.replay.max_age=1", "algorithm.importance_sampling=token"),
+    ]
+    for name, *options in (
+        ("whole", "trainer.steps=3"),
+        ("parts", "trainer.steps=2"),
+        ("parts", "trainer.steps=3", "checkpoint.resume=auto"),
+    ):
+        done = train(*given, f"trainer.output={tmp_path / name}", *options)
+        assert done.returncode == 0, done.stderr[-2000:]
+    whole, parts = (metrics_of(tmp_path / name)[-1] for name in ("whole", "parts"))
+    assert whole["step"] == parts["step"] == 3
+    assert whole["replay_rows"] > 0
+    for name in ("loss", "grad_norm", "expert_divergence", "hinted_divergence"):
+        assert parts[name] == whole[name] != 0, name
