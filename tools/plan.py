@@ -21,7 +21,8 @@ worst case of memory except for a skewed router. Kinds:
   reserved       --reserved-gb: CUDA's context, NCCL, allocator fragmentation
 Host copies per process: reference (algorithm.kl.coef), average (ema_beta), checkpoint (the buffer
 for saving), offload, sharded (parallel.cpu_offload). Shared by all processes of a host: rollout (a
-step's tokens and their data), at_work (while the log-prob mismatch is computed), replay.
+step's tokens and their data), at_work (while the log-prob mismatch is computed), teachers (what
+they say of a step's tokens), replay.
 
 Seconds are a roofline, a lower bound: work over speed, with completions of maximum length and all
 devices in step.

@@ -11,7 +11,7 @@ def config_of(config: RunConfig, teacher: Teacher) -> RunConfig:
     """Returns the config from which a teacher is built: its own folder, backend and layout, and
     nothing that is only for a model that learns, or for the policy's backend.
     """
-    backend = config.backend if teacher.backend == "auto" else teacher.backend
+    backend = {"auto": config.backend}.get(teacher.backend, teacher.backend)
     model = replace(config.model, path=teacher.path, lora=LoRA(), dropout=0.0, freeze_vision=False)
     if backend != config.backend:
         model = replace(model, fp8="none")

@@ -1,17 +1,15 @@
 """Builds the backend that a config names, and imports no other."""
 
 from importlib import import_module
-from typing import TYPE_CHECKING
+from typing import Any
 
 from rftmega.config import RunConfig
 from rftmega.config.capabilities import backend_of
 
-if TYPE_CHECKING:
-    from rftmega.run.placement.backend import Backend
 
-
-def built_backend(config: RunConfig) -> "Backend":
-    """Returns the backend that builds the models; only the module of this backend is imported."""
+def built_backend(config: RunConfig) -> Any:
+    """Returns the backend that builds the models, a `run.placement.backend.Backend`; only the module
+    of this backend is imported.
+    """
     chosen = backend_of(config)
-    backend: Backend = getattr(import_module(chosen.module), chosen.name)()
-    return backend
+    return getattr(import_module(chosen.module), chosen.name)()
