@@ -35,8 +35,11 @@ def with_domains(arithmetic: Path, folder: Path) -> Path:
     return file
 
 
-SAME = {"megatron": "auto", "fsdp": "auto"}
-OTHER = {"megatron": "fsdp", "fsdp": "megatron"}
+SAME = dict.fromkeys(("megatron", "fsdp"), "parallel: {tensor: 2}")
+OTHER = {
+    "megatron": "backend: fsdp, parallel: {tensor: 2}",
+    "fsdp": "backend: megatron, parallel: {pipeline: 2}",
+}
 
 
 @pytest.mark.parametrize("of_expert", [SAME, pytest.param(OTHER, marks=pytest.mark.ranks)])
@@ -44,7 +47,7 @@ def test_both_backends_learn_the_same_from_several_teachers(
     of_expert: dict[str, str], arithmetic: Path, teacher: Path, train: Run, tmp_path: Path
 ) -> None:
     data = with_domains(arithmetic, tmp_path)
-    expert = f"name: expert, path: {teacher}, when: {{domain: a}}, parallel: {{tensor: 2}}"
+    expert = f"name: expert, path: {teacher}, when: {{domain: a}}"
     teachers = [
         "{name: hinted, path: self, prompt: hint, vocabulary: top_k, top_k: 4, divergence: jsd}",
         f"{{name: scorer, path: {teacher}, vocabulary: sampled, signal: advantage, weight: 0.1}}",
@@ -56,13 +59,15 @@ def test_both_backends_learn_the_same_from_several_teachers(
             arithmetic / "run.yaml",
             *PLAIN,
             f"data.train={data}",
-            f"algorithm.teachers=[{{{expert}, backend: {of_expert[backend]}}}, {', '.join(teachers)}]",
+            f"algorithm.teachers=[{{{expert}, {of_expert[backend]}}}, {', '.join(teachers)}]",
             f"backend={backend}",
             layout,
             f"trainer.output={output}",
             *("--processes", "2"),
         )
         assert done.returncode == 0, done.stderr[-2000:]
+        computed_by = of_expert[backend].partition("backend: ")[2].partition(",")[0] or backend
+        assert f"expert: {teacher}, backend {computed_by}, " in done.stdout
         found[backend] = metrics_of(output)[1:]
     first, other = found["megatron"], found["fsdp"]
     names = ("expert_divergence", "hinted_divergence", "scorer_log_ratio", "loss", "grad_norm")
