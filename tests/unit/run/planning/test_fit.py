@@ -225,3 +225,15 @@ def test_a_teacher_of_megatron_has_stages_beside_a_policy_of_fsdp() -> None:
     models = models_of(config)
     assert refused(models, config, machine()) == []
     assert stages_of(models, 64) == [{POLICY: 0, "teacher": stage} for stage in (0, 1)]
+
+
+def test_a_teacher_that_stays_on_the_host_is_counted_apart_from_those_that_move() -> None:
+    config = config_of(FITS)
+    moved = on_host(models_of(config), config, 64, {POLICY: 1})
+    own = ParallelConfig(cpu_offload=True)
+    config.algorithm.teachers = [Teacher(path=str(FOLDER), backend="fsdp", parallel=own)]
+    models, stages = models_of(config), {POLICY: 1, "teacher": 0}
+    found = on_host(models, config, 64, stages)
+    held = states(models["teacher"], 64, 0)["parameters"]
+    assert found == moved | {"sharded": held}
+    assert resident(models, config, 64, stages)["score_teacher"]["parameters"] == 0
