@@ -50,6 +50,11 @@ BENCHMARKS = {
         "at most 1.05",
     ),
     "step against TRL": (against_trl.step, "ours_over_trl", "at most 1"),
+    "pretrained step against TRL": (
+        against_trl.pretrained,
+        "one process: times_as_fast",
+        "at least 2",
+    ),
     "log-probs by the update's own forward pass": (
         steps.late_against_early_scoring,
         "late_over_early",

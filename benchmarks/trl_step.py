@@ -12,6 +12,7 @@ vLLM. Each step has two optimizer steps.
 import json
 import os
 import re
+import resource
 import sys
 import tempfile
 import time
@@ -89,14 +90,46 @@ def main(given: dict) -> None:
             train_dataset=data,
             callbacks=[Clock()],
         )
+        phases = timed(trainer)
         trainer.train()
     whole = ends[::MINI_BATCHES]
     told = {
         "seconds": [after - before for before, after in zip(whole, whole[1:], strict=False)],
+        "phases": phases,
         "rewards": rewards,
-        "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if cuda else None,
+        "peak_gib": (torch.cuda.max_memory_allocated() if cuda else resident()) / 2**30,
     }
     print(json.dumps(told))
+
+
+def resident() -> int:
+    """Returns the largest resident memory of this process so far, in bytes."""
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def timed(trainer: object) -> dict[str, list[float]]:
+    """Returns the seconds of each call of TRL's generation and of its log-probs without gradients,
+    which fill while the trainer works.
+    """
+    import torch
+
+    found: dict[str, list[float]] = {"rollout": [], "score": []}
+
+    def measure(method: str, phase: str) -> None:
+        work = getattr(trainer, method)
+
+        def measured(*arguments: object, **named: object) -> object:
+            began = time.perf_counter()
+            done = work(*arguments, **named)
+            if phase == "rollout" or not torch.is_grad_enabled():
+                found[phase].append(time.perf_counter() - began)
+            return done
+
+        setattr(trainer, method, measured)
+
+    measure("_generate", "rollout")
+    measure("_get_per_token_logps_and_entropies", "score")
+    return found
 
 
 if __name__ == "__main__":

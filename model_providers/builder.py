@@ -34,7 +34,7 @@ from rftmega.model_providers.installed import fused_kernels, installed, uses_tra
 from rftmega.model_providers.rope import Rope
 from rftmega.model_providers.tower import AudioTower
 from rftmega.model_providers.vision import DeepstackLayer, VisionLanguageModel, build_tower
-from rftmega.models.layers.latent_attention import mend_latent_attention
+from rftmega.models.layers.latent_attention import mend_latent_attention, rotate_by_position
 from rftmega.models.layers.padding_row import freeze_padding
 from rftmega.models.layers.rotary import MultimodalRotary, PackedRotary
 from rftmega.models.layers.rotary_by_layer import RotaryByLayer
@@ -341,4 +341,8 @@ def build_chunk(
         built.rotary_pos_emb = PackedRotary(built.rotary_pos_emb)
     if model.latent:
         mend_latent_attention(built, config)
+        # see custom_forward
+        vars(built)["latent_rotaries"] = (
+            [] if uses_transformer_engine() else rotate_by_position(built)
+        )
     return built

@@ -75,6 +75,7 @@ class Layout:
     optimizer: OptimizerConfig = field(default_factory=lambda: OPTIMIZER)
     preloaded: str = LOCAL  # whose modules the layers are made of
     backend: str = "megatron"
+    shares: bool = True  # computes beginnings of rows once
 
 
 @dataclass(frozen=True)
@@ -314,6 +315,27 @@ LAYOUTS["qwen3_vl"] |= {  # transformers has no tensor-parallel plan of it
 }
 OTHER: dict[str, Any] = {"megatron": "fsdp", "fsdp": "megatron"}
 ALONE = Layout(1, P())
+# Rows of which many begin alike, against one process that computes each by itself.
+ALIKE = " with rows that begin alike"
+SHARING = {
+    name: layout
+    for name, layout in (LAYOUTS["qwen3"] | SHARDED_ROWS).items()
+    if name
+    in (
+        *("TP4 (2 key-value heads)", "TP2, SP", "PP2 x VPP2", "DP4, distributed optimizer"),
+        *("CP2", "TP2 x PP2 x DP2, SP, distributed optimizer, overlapped"),
+        *("one process, full recompute", "FSDP 1", "FSDP 4", "FSDP 2 x TP2, on the host"),
+    )
+}
+for variant in [*LAYOUTS]:
+    if variant != ROUTED:  # given routes belong to a row
+        LAYOUTS[variant + ALIKE] = {
+            name: layout for name, layout in SHARING.items() if name in LAYOUTS[variant]
+        } | {
+            name: layout
+            for name, layout in LAYOUTS[variant].items()
+            if name in ("EP2 x TP2 x ETP2", "EP2 x PP2 x VPP2", "EP2 x TP4, SP")
+        }
 # With the modules of Transformer Engine (its stub), against one process without.
 ENGINE: dict[str, dict[str, Layout]] = {
     variant: {
@@ -360,6 +382,8 @@ def learn(world: Any, folder: Path, layout: Layout, setting: Setting) -> dict[st
     """Three updates in a rank: what was learnt, in the unshuffled order of rows."""
     torch.manual_seed(3)
     whole, caps, rate = given_rows(folder)
+    if (folder / BEGIN_ALIKE).exists():
+        whole, caps = begun_alike(whole), {1: 4000, 3: 260, 8: 90}
     count = len(whole)
     noise, advantage = 0.3 * torch.randn(whole.mask.shape), torch.randn(count, 1)
     order = torch.randperm(count) if setting.shuffled else torch.arange(count)
@@ -377,6 +401,7 @@ def learn(world: Any, folder: Path, layout: Layout, setting: Setting) -> dict[st
         temperature=0.8,
         lora=adapters_of(pairs) if pairs.exists() else None,
         router_replay="engine" if routes.exists() else "none",
+        share_prefixes=layout.shares,
     )
     if teacher.exists():
         config.algorithm.teachers = teachers_of(teacher, layout)
@@ -496,6 +521,26 @@ def taught(
     )
 
 
+BEGIN_ALIKE = "begin_alike"  # a file in the folder of a model with ALIKE
+
+
+def begun_alike(rows: Rows) -> Rows:
+    """Returns four rows for each, with one or more tokens behind it, of which one begins as another,
+    and two are equal; rows without images all begin with the same 17 tokens. The order is mixed.
+    """
+    start = [] if rows.images is not None else [(29 * i + 5) % 131 for i in range(17)]
+    behind = ([9], [7, 8, 3, 1, 2, 4, 6, 5], [7, 8, 3], [7, 8, 3])
+    order = torch.randperm(len(rows) * len(behind), generator=torch.Generator().manual_seed(2))
+    of, tail = order // len(behind), order % len(behind)
+    tokens = []
+    for row, number in zip(of.tolist(), tail.tolist(), strict=True):
+        own = rows.tokens[row][: int(rows.lengths[row])].tolist()
+        tokens.append([*start, *own, *behind[number]])
+    prompts = (rows.prompt_lengths[of] + len(start)).tolist()
+    images = None if rows.images is None else rows.images.select(of.tolist())
+    return replace(rows_of(tokens, prompts), images=images)
+
+
 def scored(stats: TokenStats[Ragged]) -> TokenStats:
     assert stats.entropy is not None
     return TokenStats(stats.logp.padded(), stats.entropy.padded())
@@ -549,6 +594,10 @@ def relative(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 def saved(folder: Path, variant: str) -> Path:
+    if variant.endswith(ALIKE):
+        model = saved(folder, variant.removesuffix(ALIKE))
+        (model / BEGIN_ALIKE).touch()
+        return model
     if variant in (ADAPTED, ADAPTED_VOCABULARY, ADAPTED_MOE):
         model = save_tiny(folder, variant.split(" with ")[0])
         targets = WORDS if variant == ADAPTED_VOCABULARY else plain_adapters.ALL
@@ -579,21 +628,23 @@ def settings_of(variant: str) -> list[Setting]:
     """Of the table."""
     if variant == TAUGHT:  # three models each; how losses are aggregated is the same as without
         return [each for each in SETTINGS if each.aggregation == "token_mean"] + [SMOOTH, ROUGH]
+    if variant.endswith(ALIKE):
+        return [Setting(), Setting(micro_batches=8), Setting(shuffled=True)]
     return [*SETTINGS, SMOOTH, *([] if variant in WITHOUT_ROUGH else [ROUGH])]
 
 
 def number_of_cases() -> int:
     """Of the table."""
-    return sum(
-        len(settings_of(variant)) * (1 + len(layouts) + len(ENGINE.get(variant, {})))
-        for variant, layouts in LAYOUTS.items()
-    )
+    return sum(len(settings_of(variant)) * len(layouts_of(variant, "")) for variant in LAYOUTS)
 
 
 def layouts_of(variant: str, word: str) -> dict[str, Layout]:
     """One process, and the layouts with the word in their names."""
     every = LAYOUTS[variant] | ENGINE.get(variant, {})
-    return {"one process": ALONE} | {name: each for name, each in every.items() if word in name}
+    first = {"one process": ALONE}
+    if variant.endswith(ALIKE):
+        first = {"one process": replace(ALONE, shares=False), "one process, shared": ALONE}
+    return first | {name: each for name, each in every.items() if word in name}
 
 
 def every_case(folder: Path, variants: Sequence[str], word: str = "") -> Iterator[dict[str, Any]]:

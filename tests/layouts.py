@@ -41,6 +41,7 @@ def config_of(
     fp8: Literal["none", "blockwise"] = "none",
     router_replay: Literal["none", "trainer", "engine"] = "none",
     ema_beta: float = 0.0,
+    share_prefixes: bool = True,
 ) -> RunConfig:
     """100 optimizer steps, whatever the number of mini-batches."""
     return RunConfig(
@@ -56,7 +57,11 @@ def config_of(
             kl=KLConfig(coef=0.1 if keep_reference else 0.0),
             ema_beta=ema_beta,
         ),
-        trainer=TrainerConfig(steps=100 // updates_per_epoch, max_tokens_per_micro_batch=token_cap),
+        trainer=TrainerConfig(
+            steps=100 // updates_per_epoch,
+            max_tokens_per_micro_batch=token_cap,
+            share_prefixes=share_prefixes,
+        ),
     )
 
 

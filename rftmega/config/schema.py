@@ -794,6 +794,12 @@ class TrainerConfig:
     audio encoder; 0: no limit.
     """
 
+    share_prefixes: bool = True
+    """Compute tokens with which several sequences of a micro-batch begin, such as a group's prompt,
+    once in scoring and update; results are the same. Where this is not supported (docs/layouts.md),
+    each sequence is computed by itself.
+    """
+
     attention_weight: NotNegative = 0.0
     """Weight of attention in balancing work over data-parallel processes: the cost of a sequence of
     n tokens is n + this x n^2.

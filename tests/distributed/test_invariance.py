@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 from rftmega.backends.megatron import manager
 from rftmega.config import ParallelConfig
 from tests.invariance import (
+    ALIKE,
     ALONE,
     LAYOUTS,
     OVERLAPPED,
@@ -25,6 +26,7 @@ from tests.invariance import (
     Setting,
     differences,
     every_case,
+    layouts_of,
     learn_body,
     number_of_cases,
     runs_of,
@@ -61,6 +63,14 @@ QUICK = {
     "gpt-oss": ("EP2 x TP2 (one process an expert)",),
     "qwen3.5": ("TP2 x CP2, SP",),
     "qwen3_vl": ("FSDP 2",),
+    f"qwen3{ALIKE}": (
+        "one process, shared",
+        "TP2, SP",
+        "PP2 x VPP2",
+        "FSDP 2 x TP2, on the host",
+    ),
+    f"deepseek-v3{ALIKE}": ("one process, shared",),
+    f"qwen3_vl{ALIKE}": ("one process, shared",),
 }
 
 
@@ -108,7 +118,8 @@ def test_three_updates_are_those_of_one_process_under_every_layout(
 ) -> None:
     """Layouts of as many processes are learnt under in the same ones, one after the other."""
     folder = saved(tmp_path, variant)
-    layouts = {"one process": ALONE} | {name: LAYOUTS[variant][name] for name in QUICK[variant]}
+    every = layouts_of(variant, "")
+    layouts = {name: every[name] for name in ("one process", *QUICK[variant])}
     found: dict[str, list[dict]] = {}
     for processes in sorted({layout.processes for layout in layouts.values()}):
         alike = {name: each for name, each in layouts.items() if each.processes == processes}

@@ -32,7 +32,9 @@ def _one_works_more(world: Any) -> dict[str, float]:
     """
     measures = Throughput(peak_tflops=0.5)
     # half of it before a resume
-    trainer = SimpleNamespace(step=0, counts={"tokens": 80, "slots": 100, "bubble": 3, "ideal": 8})
+    trainer = SimpleNamespace(
+        step=0, counts={"tokens": 80, "computed": 70, "slots": 100, "bubble": 3, "ideal": 8}
+    )
     recorder.count("generate", 77.0)  # of an evaluation before the first step
     measures.on_start(trainer, {})
     recorder.count("generate", 1.0 + 2.0 * world.rank)
@@ -42,6 +44,7 @@ def _one_works_more(world: Any) -> dict[str, float]:
     measures.on_phase(trainer, "push", 4.0)
     counts = {
         "tokens": 40,
+        "computed": 30,
         "slots": 60,
         "flops": 6e12,
         "bubble": 1,
@@ -76,7 +79,8 @@ def test_the_slowest_process_of_each_phase_is_named_and_all_know_it() -> None:
             "tokens_per_second_update": 10.0,
             "tflops_update": 0.75,
             "mfu_update": 1.5,
-            "padding": 0.2,
+            "padding": 0.3,
+            "shared_tokens": 0.125,
             "pipeline_bubble": 3 / 8,
             "pipeline_idle": 0.25,  # of 5 s less 1 s of reduction, 3 s were computed
         }

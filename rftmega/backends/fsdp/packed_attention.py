@@ -3,20 +3,23 @@
 transformers passes queries, keys and values to an attention function that is chosen by name. This
 one restricts attention to each row, so that the work grows with the squares of the row lengths
 instead of the square of their total: in one kernel where possible (`takes_rows`), otherwise batched
-by row length. transformers builds no attention mask for it, since no mask function is registered
-under its name.
+by row length. Rows that begin alike may share the tokens of their beginning. transformers builds no
+attention mask for it, since no mask function is registered under its name.
 """
 
 import inspect
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention.varlen import varlen_attn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from rftmega.models.kernels.prefix_attention import has_kernel
+from rftmega.models.kernels.tree_attention import SegmentTree, attend_to_tree
 
 ATTENTION = "rftmega_rows"
 WIDEST = 256  # largest head size of FlashAttention, in multiples of 8
@@ -37,11 +40,12 @@ class Edges:
     """Edges holds the boundaries of packed rows: 0, then the end of each row.
 
     Tensors derived from the boundaries are sent to the device once for all layers of a micro-batch,
-    without blocking the host.
+    without blocking the host. With a `tree`, rows share tokens, and the boundaries are those of its
+    segments.
     """
 
-    def __init__(self, edges: Sequence[int]):
-        self.edges = tuple(edges)
+    def __init__(self, edges: Sequence[int], tree: SegmentTree | None = None):
+        self.edges, self.tree = tuple(edges), tree
         self._offsets: Tensor | None = None
         self._places: tuple[list[tuple[Tensor, torch.Size]], Tensor] | None = None
 
@@ -111,6 +115,10 @@ def attend_rows(
     if attention_mask is not None or len(query) != 1 or others.get("is_causal") is False:
         raise Unpackable("its attention has a mask of its own, or is not causal")
     edges: Edges = others[EDGES]
+    if edges.tree is not None:
+        given = [query[0], key[0], value[0]]
+        bounds = _Bounds(scaling, dropout, sliding_window, softcap, s_aux)
+        return _attend_to_tree(given, edges.tree, bounds)[None], None
     if takes_rows(query, value) and softcap is None and s_aux is None and not dropout:
         return _attend_at_once(query, key, value, edges, scaling, sliding_window), None
     parts = []
@@ -120,6 +128,43 @@ def attend_rows(
         attended = _attend(rows, scaling, dropout, sliding_window, softcap, s_aux)
         parts.append(attended.transpose(1, 2).flatten(0, 1))
     return torch.cat(parts)[back][None], None
+
+
+class _Bounds(NamedTuple):
+    """_Bounds holds the arguments of `attend_rows` that bound or scale the scores."""
+
+    scaling: float | None
+    dropout: float
+    window: int | None
+    softcap: float | None
+    sinks: Tensor | None
+
+
+def _attend_to_tree(given: Sequence[Tensor], tree: SegmentTree, bounds: _Bounds) -> Tensor:
+    """Computes attention of rows that share tokens: queries [heads, N, d], keys and values [groups,
+    N, d] -> [N, heads, d].
+
+    Without a window that bounds some row, soft-cap and dropout no scores are materialised; else
+    each segment takes the keys of its whole path.
+    """
+    query, key, value = (x.transpose(0, 1) for x in given)
+    window = bounds.window
+    if window is not None and window >= tree.longest:
+        window = None
+    plain = window is None and bounds.softcap is None and not bounds.dropout
+    if plain and has_kernel(query):
+        return attend_to_tree(query, key, value, tree, bounds.scaling, bounds.sinks)
+    batches = tree.paths(query.device, window)
+    outputs = []
+    for batch in batches:
+        rows = [x[batch.keys].transpose(1, 2) for x in (key, value)]
+        rows = [query[batch.queries].transpose(1, 2), *rows]
+        attended = _attend(
+            rows, bounds.scaling, bounds.dropout, window, bounds.softcap, bounds.sinks
+        )
+        outputs.append(attended.transpose(1, 2).flatten(0, 1))
+    order = torch.cat([batch.queries.flatten() for batch in batches])
+    return torch.cat(outputs)[order.argsort()]
 
 
 def takes_rows(query: Tensor, value: Tensor) -> bool:
@@ -191,18 +236,20 @@ def _attend(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Computes causal attention for a batch of rows of one length n.
+    """Computes causal attention for a batch of rows of one length n, or of the last q tokens of such
+    rows.
 
-    `rows`: queries [rows, heads, n, d], keys and values [rows, groups, n, d]. `scaling`: factor of
+    `rows`: queries [rows, heads, q, d], keys and values [rows, groups, n, d]. `scaling`: factor of
     the scores. `window`: number of tokens that a token attends to, itself included. `softcap`,
     `sinks`: see `attend_rows` (`s_aux`).
     """
     query, key, value = rows
-    length = query.shape[2]
+    queries, length = query.shape[2], key.shape[2]
     mask = None
-    if window is not None and window < length:
-        seen = torch.ones(length, length, dtype=torch.bool, device=query.device).tril()
-        mask = seen.triu(1 - window)
+    if queries < length or (window is not None and window < length):
+        mask = _causal(queries, length, query.device)
+    if mask is not None and window is not None:
+        mask = mask.triu(length - queries + 1 - window)
     if softcap is not None or sinks is not None:
         return _attend_plainly(rows, scaling, dropout, mask, softcap, sinks)
     return F.scaled_dot_product_attention(
@@ -228,24 +275,30 @@ def _attend_plainly(
     """Computes attention with bounded scores (`softcap`) or attention sinks (`sinks` [heads]) in
     plain torch, since no torch kernel supports them.
 
-    `rows`: queries, keys and values as in `_attend`. `mask` [n, n] is True where a query attends to
+    `rows`: queries, keys and values as in `_attend`. `mask` [q, n] is True where a query attends to
     a key; None: causal.
     """
     query, key, value = rows
-    heads, length = query.shape[1], query.shape[2]
+    heads, queries, length = query.shape[1], query.shape[2], key.shape[2]
     shared = heads // key.shape[1]
     key, value = key.repeat_interleave(shared, 1), value.repeat_interleave(shared, 1)
     scores = query @ key.transpose(2, 3) * (scaling or query.shape[-1] ** -0.5)
     if softcap is not None:
         scores = softcap * (scores / softcap).tanh()
     if mask is None:
-        mask = torch.ones(length, length, dtype=torch.bool, device=query.device).tril()
+        mask = _causal(queries, length, query.device)
     scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
     if sinks is not None:
-        sink = sinks.to(scores.dtype)[None, :, None, None].expand(len(query), -1, length, 1)
+        sink = sinks.to(scores.dtype)[None, :, None, None].expand(len(query), -1, queries, 1)
         scores = torch.cat([scores, sink], -1)
     weights = scores.softmax(-1, dtype=torch.float32).to(query.dtype)[..., :length]
     return F.dropout(weights, dropout) @ value
+
+
+def _causal(queries: int, keys: int, where: torch.device) -> Tensor:
+    """Returns the causal mask [queries, keys] of the last queries of a row."""
+    seen = torch.ones(queries, keys, dtype=torch.bool, device=where)
+    return seen.tril(keys - queries)
 
 
 ALL_ATTENTION_FUNCTIONS.register(ATTENTION, attend_rows)

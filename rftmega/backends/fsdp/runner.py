@@ -5,12 +5,11 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from rftmega.backends.fsdp.feed import Feed, feed
+from rftmega.backends.fsdp.feed import feed
 from rftmega.backends.fsdp.manager import FSDPModelManager
 from rftmega.backends.fsdp.module import Teaching
-from rftmega.backends.runner.model_runner import MicroBatch, ModelRunner
+from rftmega.backends.runner.model_runner import MicroBatch, ModelRunner, refusal_to_share
 from rftmega.core.types import Rows
 from rftmega.data.media.model_inputs import ImageTensors, image_tensors
 from rftmega.model_providers.tower import VisionTower
@@ -26,13 +25,18 @@ class FSDPRunner(ModelRunner):
     """
 
     def __init__(self, manager: FSDPModelManager, stats: Any):
-        super().__init__(manager, manager.placement, stats)
         self.manager = manager
+        super().__init__(manager, manager.placement, stats)
 
     def _slots(self, counts: Sequence[int]) -> int:
         if self.manager.unpacked is None:
             return max(sum(counts), 1)
         return max(len(counts) * max(counts, default=0), 1)
+
+    def why_nothing_shared(self) -> str:
+        if self.manager.unpacked is not None:
+            return f"rows are not packed: {self.manager.unpacked}"
+        return refusal_to_share(self.cfg, self.manager.where, self.manager.dtype)
 
     def _run(self, batches: Sequence[MicroBatch], *, forward_only: bool) -> list[Any]:
         recorder.count("ideal", len(batches))
@@ -71,6 +75,7 @@ class FSDPRunner(ModelRunner):
             where=self.manager.where,
             images=self._images(rows),
             needed=batch.needed,
+            sorted_rows=batch.sorted_rows,
         )
         teaching: Teaching | None = None
         if batch.asked is not None or batch.taught:
@@ -79,7 +84,7 @@ class FSDPRunner(ModelRunner):
         outputs = self.manager.network(
             fed.arguments, fed.places, fed.targets, batch.temperature, teaching
         )
-        grids = [_in_rows(output, fed) for output in outputs]
+        grids = [fed.in_rows(output) for output in outputs]
         if batch.asked is not None:
             return self.told(dict(zip(batch.asked.names, grids, strict=True)), batch)
         if batch.taught:
@@ -102,15 +107,3 @@ class FSDPRunner(ModelRunner):
         grid = torch.tensor([[1, tower.merge, tower.merge]])
         black = torch.zeros(tower.merge**2, tower.patch_width)
         return replace(fed, pixels=black, grids=grid)
-
-
-def _in_rows(outputs: Tensor, fed: Feed) -> Tensor:
-    """Scatters the outputs [N, ...] of the target tokens of `fed` into [B, T, ...], leaving out the
-    filler token of an empty micro-batch.
-
-    Differentiable even without targets, so that the backward pass runs through every layer.
-    """
-    size = fed.rows * fed.columns
-    # the last element takes the filler
-    canvas = outputs.new_zeros(size + 1, *outputs.shape[1:])
-    return canvas.index_put((fed.slots,), outputs)[:size].unflatten(0, (fed.rows, fed.columns))

@@ -8,7 +8,8 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from functools import partial
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -22,12 +23,14 @@ from megatron.core.tensor_parallel import (
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor
 
+from rftmega.core.shared_prefixes import RowSegment, SharedTokens, SortedRows
 from rftmega.core.teacher_scores import TeacherRequest
 from rftmega.data.media.model_inputs import ImageTensors, image_tensors
 from rftmega.data.media.waveform_inputs import WaveformTensors
 from rftmega.models.kernels.chunked_head import Head
 from rftmega.models.kernels.linear_log_probs import VocabularyShard, linear_stats
 from rftmega.models.kernels.teacher_terms import TaughtTokens, teacher_numbers, teacher_terms
+from rftmega.models.kernels.tree_attention import SegmentTree
 from rftmega.models.layers.embedding_adapters import pair_of_head
 from rftmega.models.layers.rotary import MultimodalRotary, PackedRotary
 from rftmega.models.layers.router_replay import RouteInputs
@@ -139,13 +142,17 @@ class Packing:
     context_group: Any  # None without context parallelism
     # context-parallel rank and size
     context: tuple[int, int] = (0, 1)
+    # the slots that rows share, on the host;
+    # None: each token has its own slot.
+    shared: SharedTokens | None = None
 
-    def take(self, grid: Tensor) -> Tensor:
+    def take(self, grid: Tensor, chosen: "ChosenTokens | None" = None) -> Tensor:
         """Packs `grid` [rows, columns], or one value per row [rows], into [N], the values of this
-        process's slots, on the model's device.
+        process's slots, or of the `chosen` tokens, on the model's device.
 
         Filler slots get 0, or 1 for values per row.
         """
+        slots: Packing | ChosenTokens = chosen or self
         if grid.dim() == 1:
             grid = grid[:, None].expand(-1, self.columns)
             filler = grid.new_ones(1)
@@ -153,8 +160,8 @@ class Packing:
             filler = grid.new_zeros(1)
         flat = torch.cat([grid.reshape(-1), filler])
         if flat.device == self.slots.device:
-            return flat[self.slots]
-        return flat[self.slots_on_host].to(self.slots.device, non_blocking=True)
+            return flat[slots.slots]
+        return flat[slots.slots_on_host].to(self.slots.device, non_blocking=True)
 
     def take_vectors(self, grid: Tensor, *, whole: bool = False, fill: int = 0) -> Tensor:
         """Packs `grid` [rows, columns, ...] on the host into [N, ...] on the device; filler slots
@@ -167,20 +174,36 @@ class Packing:
         slots = self.whole if whole else self.slots_on_host
         return flat[slots].to(self.slots.device, non_blocking=True)
 
-    def selected(self, needed: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns (indices [n] of this process's slots whose tokens are True in `needed` [rows,
-        columns] on the host, their index in the grid [n]), on the model's device.
+    def selected(self, needed: Tensor | None) -> "ChosenTokens | None":
+        """Returns the tokens of this process's slots that are True in `needed` [rows, columns] on
+        the host; a slot that rows share occurs once for each of them. `needed` None: all tokens, of
+        which those with the same prediction occur once. Returns None for all slots in their order.
 
         Without any, they are the first slot and the place of filler: the LM head takes part in
         collectives, and its gradient must be there.
         """
-        marks = torch.cat([needed.reshape(-1), needed.new_zeros(1)])
-        places = marks[self.slots_on_host].nonzero()[:, 0]
-        slots = self.slots_on_host[places]
+        if self.shared is not None and needed is None:
+            places, slots, present, copies = self.shared.predictions(self.columns)
+            where = self.slots.device
+            places, there, copies, present = (
+                index.to(where, non_blocking=True) for index in (places, slots, copies, present)
+            )
+            return ChosenTokens(places, there, slots, (copies, present))
+        if needed is None:
+            return None
+        if self.shared is not None:
+            slots = ((self.shared.places >= 0) & needed.reshape(-1)).nonzero()[:, 0]
+            places = self.shared.places[slots]
+        else:
+            marks = torch.cat([needed.reshape(-1), needed.new_zeros(1)])
+            places = marks[self.slots_on_host].nonzero()[:, 0]
+            slots = self.slots_on_host[places]
         if not len(places):
             places, slots = places.new_zeros(1), slots.new_full((1,), self.rows * self.columns)
         where = self.slots.device
-        return places.to(where, non_blocking=True), slots.to(where, non_blocking=True)
+        return ChosenTokens(
+            places.to(where, non_blocking=True), slots.to(where, non_blocking=True), slots
+        )
 
     def put(self, values: Tensor, slots: Tensor | None = None) -> Tensor:
         """Unpacks `values` [N, ...] of this process's slots into [rows, columns, ...], with 0 where
@@ -195,6 +218,23 @@ class Packing:
         slots = self.slots if slots is None else slots
         grid = canvas.index_put((slots,), values)[:size].unflatten(0, (self.rows, self.columns))
         return grid if self.context_group is None else _Everyones.apply(grid, self.context_group)
+
+
+class ChosenTokens(NamedTuple):
+    """ChosenTokens are tokens of a grid with the packed slots in which they are computed."""
+
+    places: Tensor  # [n] index among this process's slots
+    slots: Tensor  # [n] index in the flat grid
+    slots_on_host: Tensor
+    # of all m tokens: index [m] among the n whose results they have, and in the flat grid [m]
+    copies: tuple[Tensor, Tensor] | None = None
+
+    def put(self, values: Tensor, packing: Packing) -> Tensor:
+        """Returns the results `values` [n, ...] of these tokens in the grid, see `Packing.put`."""
+        if self.copies is None:
+            return packing.put(values, self.slots)
+        chosen, slots = self.copies
+        return packing.put(values[chosen], slots)
 
 
 class _Everyones(torch.autograd.Function):
@@ -293,6 +333,48 @@ def pack(
     )
 
 
+def pack_shared(
+    mask: Tensor, sorted_rows: SortedRows, *, tensor_multiple: int = 1, where: torch.device
+) -> Packing:
+    """Packs the True positions of `mask` [rows, columns] (on the host), which begin at column 0,
+    with one slot for a token that several rows share, as `sorted_rows` says.
+
+    The number of slots is divisible by `tensor_multiple` (see `token_multiple`). Index tensors are
+    sent to device `where`.
+    """
+    rows, columns = mask.shape
+    found = sorted_rows.packed(columns)
+    filler = -len(found.slots) % tensor_multiple
+    slots = torch.cat([found.slots, found.slots.new_full((filler,), rows * columns)])
+    position = slots % columns
+    position[len(found.slots) :] = torch.arange(filler)
+    segments = found.segments
+    if filler:
+        segments = (*segments, RowSegment(len(found.slots), len(slots), len(slots), 0, -1))
+    tree = SegmentTree(segments)
+    edges = [0, *(segment.stop for segment in segments)]
+    cumulative = torch.tensor(edges, dtype=torch.int32).to(where, non_blocking=True)
+    sequence = PackedSeqParams(
+        qkv_format="thd",
+        cu_seqlens_q=cumulative,
+        cu_seqlens_kv=cumulative,
+        max_seqlen_q=tree.longest,
+        max_seqlen_kv=tree.longest,
+    )
+    sequence.tree = tree
+    return Packing(
+        slots=slots.to(where, non_blocking=True),
+        slots_on_host=slots,
+        positions=position[None].to(where, non_blocking=True),
+        whole=slots,
+        sequence=sequence,
+        rows=rows,
+        columns=columns,
+        context_group=None,
+        shared=found,
+    )
+
+
 def token_multiple(config: TransformerConfig) -> int:
     """Returns the number by which a process's token count must be divisible, because of sequence
     parallelism and FP8 matmuls.
@@ -326,6 +408,7 @@ def custom_forward(
     images: ImageTensors | WaveformTensors | None = None,
     routes: RouteInputs | None = None,
     needed: Tensor | None = None,
+    sorted_rows: SortedRows | None = None,
 ) -> Any:
     """Runs one pipeline chunk over the tokens of `input_ids` [B, S] that `attention_mask` [B, S]
     marks, which may be at any columns.
@@ -341,7 +424,8 @@ def custom_forward(
     row. `images`: for a model with a vision or audio encoder; the rows then begin at column 0.
     `routes`: the experts that the tokens are sent to, in a chunk that `router_replay.install`
     prepared. `needed` [B, S] on the host: the tokens that a processor with `from_hidden` computes;
-    the results of all others are 0.
+    the results of all others are 0. `sorted_rows`: the rows, which begin at column 0, share the
+    computation of common beginnings, without context parallelism and logits; None: they don't.
     Raises ValueError for more than `max_batch_seqlen` tokens, for other positions, and if the model
     was built with another `sequence_parallel`.
     """
@@ -363,16 +447,22 @@ def custom_forward(
             "position_ids must count from 0 in every row; rotary embeddings of packed rows know nothing else."
         )
     tensor_group, context_group = tensor_and_context()
-    packing = pack(
-        mask,
-        tensor_multiple=token_multiple(config),
-        context_rank=dist.get_rank(context_group),
-        context=config.context_parallel_size,
-        context_group=context_group,
-        row_length=None if pack_seqs else int(mask.sum(1).max()),
-        total_length=padding_seqlen,
-        where=next(chunk.parameters()).device,
-    )
+    where = next(chunk.parameters()).device
+    if sorted_rows is not None:
+        packing = pack_shared(
+            mask, sorted_rows, tensor_multiple=token_multiple(config), where=where
+        )
+    else:
+        packing = pack(
+            mask,
+            tensor_multiple=token_multiple(config),
+            context_rank=dist.get_rank(context_group),
+            context=config.context_parallel_size,
+            context_group=context_group,
+            row_length=None if pack_seqs else int(mask.sum(1).max()),
+            total_length=padding_seqlen,
+            where=where,
+        )
     ids = packing.take(input_ids)[None]
     no_logits = value_model or isinstance(logits_processor, HiddenProcessor)
     with _routed(packing, routes, _seen_by_routers(packing, chunk, tensor_group)):
@@ -380,32 +470,37 @@ def custom_forward(
     if not chunk.post_process:
         return output
     if value_model:
-        return packing.put(chunk.value_head(output))
-    arguments = {name: packing.take(value) for name, value in (logits_processor_args or {}).items()}
+        values = chunk.value_head(output)
+        if packing.shared is None:
+            return packing.put(values)
+        everything = packing.selected(None)
+        assert everything is not None
+        return everything.put(values[everything.places], packing)
+    by_token = isinstance(logits_processor, HiddenProcessor)
+    chosen = packing.selected(needed) if by_token else None
+    arguments = {
+        name: packing.take(value, chosen) for name, value in (logits_processor_args or {}).items()
+    }
     if isinstance(temperature, Tensor):
-        temperature = packing.take(temperature)
+        temperature = packing.take(temperature, chosen)
     temperature = temperature / vars(chunk)["logits_factor"]
     if isinstance(logits_processor, HiddenProcessor):
         hidden = _for_output_layer(output, chunk, tensor_group)
         pair = pair_of_head(chunk, output)
-        slots = packing.slots
-        if needed is not None:
-            places, slots = packing.selected(needed)
-            hidden = hidden.index_select(0, places)
-            pair = pair and (pair[0].index_select(0, places), pair[1])
-            arguments = {name: value[places] for name, value in arguments.items()}
-            if isinstance(temperature, Tensor):
-                temperature = temperature[places]
+        if chosen is not None:
+            hidden = hidden.index_select(0, chosen.places)
+            pair = pair and (pair[0].index_select(0, chosen.places), pair[1])
         processed = logits_processor.from_hidden(
             hidden,
             _output_weight(model, chunk),
             temperature=temperature,
             tensor_group=tensor_group,
             pair=pair,
-            slots=slots,
+            slots=(chosen or packing).slots,
             **arguments,
         )
-        return {name: packing.put(value, slots) for name, value in processed.items()}
+        put = partial(chosen.put, packing=packing) if chosen is not None else packing.put
+        return {name: put(value) for name, value in processed.items()}
     logits = output[0] / (temperature[:, None] if isinstance(temperature, Tensor) else temperature)
     if logits_processor is None:
         return packing.put(logits)
@@ -471,6 +566,8 @@ def _run(
         rotary.next(packing.sequence, positions, rank=rank, ranks=ranks)
     elif isinstance(rotary, PackedRotary):
         rotary.next(packing.sequence, packing.positions[0], rank=rank, ranks=ranks)
+    for each in vars(chunk).get("latent_rotaries", ()):
+        each.next(packing.sequence, packing.positions[0], rank=rank, ranks=ranks)
     seen: dict[str, Tensor] = {}
     if chunk.pre_process and images is not None and images.inputs:
         seen["features"] = packing.take(images.features)

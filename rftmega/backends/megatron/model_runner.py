@@ -23,12 +23,13 @@ from rftmega.backends.megatron.forward import (
 )
 from rftmega.backends.megatron.manager import MegatronModelManager
 from rftmega.backends.runner.micro_batches import fewest_micro_batches
-from rftmega.backends.runner.model_runner import MicroBatch, ModelRunner
+from rftmega.backends.runner.model_runner import MicroBatch, ModelRunner, refusal_to_share
 from rftmega.core import expert_routes
 from rftmega.core.ragged import Ragged
 from rftmega.core.types import Rows
 from rftmega.data.media.model_inputs import ImageTensors, image_tensors
 from rftmega.data.media.waveform_inputs import WaveformTensors, waveform_tensors
+from rftmega.model_providers.installed import uses_transformer_engine
 from rftmega.model_providers.tower import AudioTower
 from rftmega.models.layers.router_replay import RouteInputs
 from rftmega.runtime.device.spans import recorder
@@ -46,8 +47,8 @@ class MegatronRunner(ModelRunner):
         `stats`: class of the statistics per token; `processor` computes them from hidden states, or
         is None for a value model.
         """
-        super().__init__(manager, manager.topology, stats)
         self.manager = manager
+        super().__init__(manager, manager.topology, stats)
         self.topology = manager.topology
         self.processor = processor
         # The interleaved schedule passes micro-batches through the stages in groups, as many as
@@ -58,6 +59,15 @@ class MegatronRunner(ModelRunner):
     def _slots(self, counts: Sequence[int]) -> int:
         multiple = token_multiple(self.manager.config)
         return packed_length(counts, tensor_multiple=multiple, context=self.topology.context)
+
+    def why_nothing_shared(self) -> str:
+        if self.manager.topology.context > 1:
+            return "parallel.context is above 1"
+        if self.manager.description.delta_net is not None:
+            return "layers carry a state from token to token"
+        if uses_transformer_engine():
+            return "Transformer Engine's attention takes whole rows"
+        return refusal_to_share(self.cfg, self.manager.where, self.manager.dtype)
 
     def _run(self, batches: Sequence[MicroBatch], *, forward_only: bool) -> list[Any]:
         """Runs the micro-batches through the pipeline schedule. Returns on the last stage the
@@ -111,6 +121,7 @@ class MegatronRunner(ModelRunner):
             images=self._images(rows, model),
             routes=self._routes(batch),
             needed=batch.needed,
+            sorted_rows=batch.sorted_rows,
         )
         finish = partial(self._stats if batch.loss_fn is None else self._loss, batch, output)
         # the schedule expects a tensor; `finish` has all of them

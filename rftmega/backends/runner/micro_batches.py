@@ -1,7 +1,12 @@
 """Assigns rows to micro-batches, as a pure function of the rows' lengths."""
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from rftmega.core.shared_prefixes import SortedRows
+
+UNITS = (1, 1.5, 2, 3, 4, 8)  # runs of rows per rank that are tried, where rows share tokens
 
 
 def fewest_micro_batches(pipeline: int) -> int:
@@ -24,6 +29,7 @@ def plan_micro_batches(
     patches: Sequence[int] | None = None,
     patch_cap: int | None = None,
     patch_weight: float = 0.0,
+    sorted_rows: SortedRows | None = None,
 ) -> list[list[list[int]]]:
     """Assigns rows (token sequences of the given `lengths`) to micro-batches of `data_parallel`
     ranks: returns [rank][micro-batch] -> row indices. Every rank gets the same number of
@@ -35,38 +41,119 @@ def plan_micro_batches(
     squared tokens and `patch_cap` patches. The number of micro-batches is a multiple of
     `multiple_of`, as the interleaved pipeline schedule requires, and at least `at_least` if the
     rank has enough rows. Each group of `group_size` consecutive rows stays together, in order, for
-    losses over pairs of rows. Raises AssertionError for a group over a cap (the config check
-    refuses it before), and for an incomplete last group.
+    losses over pairs of rows. With `sorted_rows` the common beginnings of rows count once in a
+    micro-batch, and rows that share them are kept together where the ranks' costs allow it. Raises
+    AssertionError for a group over a cap (the config check refuses it before), and for an
+    incomplete last group.
     """
     assert len(lengths) % group_size == 0, (len(lengths), group_size)
     groups = [
         list(range(first, first + group_size)) for first in range(0, len(lengths), group_size)
     ]
-    tokens = [sum(lengths[row] for row in rows) for rows in groups]
-    squares = [sum(lengths[row] ** 2 for row in rows) for rows in groups]
-    seen = [0] * len(groups)
-    if patches is not None:
-        seen = [sum(patches[row] for row in rows) for rows in groups]
-    longest, largest = max(tokens, default=0), max(squares, default=0)
-    assert longest <= token_cap, (longest, token_cap)
-    assert attention_cap is None or largest <= attention_cap, (largest, attention_cap)
-    assert patch_cap is None or max(seen, default=0) <= patch_cap, (max(seen), patch_cap)
-    weighed = zip(tokens, squares, seen, strict=True)
-    costs = [n + attention_weight * square + patch_weight * own for n, square, own in weighed]
-    caps = [attention_cap, patch_cap]
-    found = []
-    for items in karmarkar_karp(costs, data_parallel):
-        share = sum(tokens[item] for item in items) // at_least
-        found.append(
-            _first_fit(items, [tokens, squares, seen], [min(token_cap, max(share, longest)), *caps])
+
+    def sizes(rows: Sequence[int]) -> _Sizes:
+        own = [lengths[row] for row in rows]
+        shared = [] if sorted_rows is None else sorted_rows.select(rows).shared.tolist()
+        return _Sizes(
+            sum(own) - sum(shared),
+            sum(n * n for n in own) - sum(n * n for n in shared),
+            0 if patches is None else sum(patches[row] for row in rows),
         )
-    plan = [
-        [[row for group in batch for row in groups[group]] for batch in batches]
-        for batches in found
-    ]
+
+    def cost(of: _Sizes) -> float:
+        return of.tokens + attention_weight * of.squares + patch_weight * of.patches
+
+    held = [sizes(rows) for rows in groups]
+    most = _Sizes(*(max(size, default=0) for size in zip(*held, strict=True))) if held else _NONE
+    caps = (token_cap, attention_cap, patch_cap)
+    for size, cap in zip(most, caps, strict=True):
+        assert cap is None or size <= cap, (size, cap)
+    if sorted_rows is not None and group_size == 1:
+        plan = []
+        for rows in _divided(sorted_rows, data_parallel, lambda rows: cost(sizes(rows))):
+            share = sizes(rows).tokens // at_least
+            plan.append(
+                _in_order(rows, sizes, (min(token_cap, max(share, most.tokens)), *caps[1:]))
+            )
+    else:
+        plan = []
+        for items in karmarkar_karp([cost(size) for size in held], data_parallel):
+            share = sum(held[item].tokens for item in items) // at_least
+            fitted = _first_fit(items, held, (min(token_cap, max(share, most.tokens)), *caps[1:]))
+            plan.append([[row for item in batch for row in groups[item]] for batch in fitted])
     count = max(1, *(len(batches) for batches in plan))
     count = -(-count // multiple_of) * multiple_of
     return [batches + [[] for _ in range(count - len(batches))] for batches in plan]
+
+
+class _Sizes(NamedTuple):
+    """_Sizes are the sizes of rows that a micro-batch bounds."""
+
+    tokens: int
+    squares: int  # of the rows' lengths
+    patches: int
+
+    def fit(self, caps: "_Caps") -> bool:
+        return all(cap is None or size <= cap for size, cap in zip(self, caps, strict=True))
+
+
+_Caps = Sequence[int | None]  # of _Sizes; None: no bound
+_NONE = _Sizes(0, 0, 0)
+
+
+def _divided(
+    rows: SortedRows, parts: int, cost: Callable[[Sequence[int]], float]
+) -> list[list[int]]:
+    """Divides rows that share beginnings over `parts` ranks, as row indices in their order: into
+    runs of neighbours, as few as give the least cost of the most loaded rank.
+    """
+    if parts == 1:
+        return [rows.order.tolist()]
+    found: dict[float, list[list[int]]] = {}
+    for number in UNITS:
+        runs = _runs(rows, round(number * parts))
+        costs = [cost(run) for run in runs]
+        ranks = karmarkar_karp(costs, parts)
+        highest = max(sum(costs[item] for item in items) for items in ranks)
+        divided = [[row for item in items for row in runs[item]] for items in ranks]
+        found.setdefault(highest, divided)
+    return found[min(found)]
+
+
+def _runs(rows: SortedRows, number: int) -> list[list[int]]:
+    """Cuts sorted rows into `number` runs, or single rows: the longest run first, where neighbours
+    share the fewest tokens, and there as near as possible to its middle.
+    """
+    order, common, lengths = (x.tolist() for x in (rows.order, rows.common, rows.lengths))
+    heap = [(-sum(lengths), 0, len(order))] if order else []
+    while heap and len(heap) < number and heap[0][2] - heap[0][1] > 1:
+        _, first, end = heapq.heappop(heap)
+        cut = min(
+            range(first + 1, end), key=lambda row: (common[row], abs(2 * row - first - end), row)
+        )
+        for a, b in ((first, cut), (cut, end)):
+            tokens = sum(lengths[a:b]) - sum(common[a + 1 : b])
+            heapq.heappush(heap, (-tokens if b - a > 1 else 0, a, b))
+    return [order[first:end] for _, first, end in sorted(heap, key=lambda run: run[1])]
+
+
+def _in_order(
+    rows: Sequence[int], sizes: Callable[[Sequence[int]], _Sizes], caps: _Caps
+) -> list[list[int]]:
+    """Fills micro-batches with rows in their order, each as far as the caps allow."""
+    batches: list[list[int]] = []
+    rest = list(rows)
+    while rest:
+        low, high = 1, len(rest)  # a row alone fits
+        while low < high:
+            middle = (low + high + 1) // 2
+            if sizes(rest[:middle]).fit(caps):
+                low = middle
+            else:
+                high = middle - 1
+        batches.append(rest[:low])
+        rest = rest[low:]
+    return batches
 
 
 def karmarkar_karp(costs: Sequence[float], parts: int) -> list[list[int]]:
@@ -92,22 +179,19 @@ def karmarkar_karp(costs: Sequence[float], parts: int) -> list[list[int]]:
     return sorted((sorted(items) for items in parts_found), key=lambda items: items or [len(costs)])
 
 
-def _first_fit(
-    items: Sequence[int], sizes: Sequence[Sequence[int]], caps: Sequence[int | None]
-) -> list[list[int]]:
+def _first_fit(items: Sequence[int], sizes: Sequence[_Sizes], caps: _Caps) -> list[list[int]]:
     """Assigns items to micro-batches by first fit: the longest item first, each to the first
     micro-batch that stays within the caps.
-    `sizes[i][item]` is bounded by `caps[i]`; a cap of None is no bound.
     """
     batches: list[list[int]] = []
-    held: list[list[int]] = []  # sums of each size
-    for item in sorted(items, key=lambda item: (-sizes[0][item], item)):
-        own = [size[item] for size in sizes]
-        for batch, sums in zip(batches, held, strict=True):
-            together = [some + more for some, more in zip(sums, own, strict=True)]
-            if all(cap is None or size <= cap for size, cap in zip(together, caps, strict=True)):
+    held: list[_Sizes] = []
+    for item in sorted(items, key=lambda item: (-sizes[item].tokens, item)):
+        own = sizes[item]
+        for number, batch in enumerate(batches):
+            together = _Sizes(*(some + more for some, more in zip(held[number], own, strict=True)))
+            if together.fit(caps):
                 batch.append(item)
-                sums[:] = together
+                held[number] = together
                 break
         else:
             batches.append([item])

@@ -5,10 +5,12 @@ count. Gradients of the sums are added up over micro-batches and processes, and 
 total count. So a backend moves rows and sums; only the LossFn defines the objective.
 """
 
+import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, Protocol
+from functools import cache
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -28,6 +30,7 @@ from rftmega.core.errors import NothingTrained
 from rftmega.core.expert_routes import ChosenExperts
 from rftmega.core.media_positions import PlacedImage, RowImages
 from rftmega.core.ragged import Ragged
+from rftmega.core.shared_prefixes import SortedRows
 from rftmega.core.teacher_scores import TeacherRequest, TeacherScores
 from rftmega.core.types import (
     COUNT,
@@ -46,7 +49,11 @@ from rftmega.models.kernels.teacher_terms import TaughtRows, TaughtTokens, Teach
 from rftmega.runtime.device.spans import recorder
 from rftmega.runtime.parallel import host_memory
 
-COUNTED = ("tokens", "slots", "flops", "bubble", "ideal")  # by the recorder, in every pass
+log = logging.getLogger(__name__)
+
+# by the recorder, in every pass
+COUNTED = ("tokens", "computed", "slots", "flops", "bubble", "ideal")
+LEAST_SAVED = 1 / 16  # share of tokens, below which rows are computed one by one
 
 
 class Ranks(Protocol):
@@ -118,6 +125,8 @@ class MicroBatch:
     asked: TeacherRequest | None = None  # numbers of a teacher, instead of statistics
     taught: tuple[TaughtRows, ...] = ()  # by each teacher
     mask: Tensor | None = None  # [B, T] bool on the host: the tokens that teachers teach
+    # the rows share the computation of common beginnings; None: they don't
+    sorted_rows: SortedRows | None = None
 
     def taught_on(self, where: torch.device) -> list[TaughtTokens]:
         """Returns the teachers' scores of this micro-batch on the device."""
@@ -146,6 +155,9 @@ class ModelRunner:
         self.gives_values = "value" in self.names
         self.cfg = model.cfg
         self.temperature = self.cfg.rollout.temperature
+        self.shares = self.cfg.trainer.share_prefixes and not self.why_nothing_shared()
+        if self.cfg.trainer.share_prefixes and not self.shares:
+            _tell_once(self.why_nothing_shared())
         self.backward = OF_FROZEN if self.cfg.model.lora.rank else BACKWARD
         # called after each optimizer step taken
         self.after_step: Callable[[], None] = lambda: None
@@ -167,6 +179,12 @@ class ModelRunner:
         """
         raise NotImplementedError
 
+    def why_nothing_shared(self) -> str:
+        """Returns why each row computes its beginning itself, though trainer.share_prefixes is set;
+        "" if rows that begin alike share its computation.
+        """
+        raise NotImplementedError
+
     @torch.no_grad()
     def score(
         self, rows: Rows[Any], *, temperature: float | None = None, record: bool = False
@@ -181,12 +199,15 @@ class ModelRunner:
         self.stepped.finish_param_sync()
         chosen = self.temperature if temperature is None else temperature
         self.stepped.train(False)
-        indices = self._micro_batches(rows, passes=1)
+        indices, sorted_rows = self._micro_batches(rows, passes=1)
         batches = [
             MicroBatch(
-                self._model_inputs(rows.select(index)), chosen, chosen=[] if record else None
+                self._model_inputs(rows.select(index)),
+                chosen,
+                chosen=[] if record else None,
+                sorted_rows=own,
             )
-            for index in indices
+            for index, own in zip(indices, sorted_rows, strict=True)
         ]
         stats = self._gathered(rows, indices, self._run(batches, forward_only=True))
         if record:
@@ -200,17 +221,19 @@ class ModelRunner:
         """
         self.stepped.finish_param_sync()
         self.stepped.train(False)
-        indices = self._micro_batches(rows, passes=1, masked=True)
+        indices, sorted_rows = self._micro_batches(rows, passes=1, masked=True)
         batches = []
-        for index in indices:
+        for index, own in zip(indices, sorted_rows, strict=True):
             fed = self._model_inputs(replace(rows.select(index), routes=None))
-            asked = MicroBatch(fed, self.temperature, needed=fed.mask, asked=request)
+            asked = MicroBatch(
+                fed, self.temperature, needed=fed.mask, asked=request, sorted_rows=own
+            )
             batches.append(asked)
         found = self._run(batches, forward_only=True)
-        own = zip(indices, found, strict=False) if self.ranks.speaks else ()
+        told = zip(indices, found, strict=False) if self.ranks.speaks else ()
         counts = rows.mask.sums() if isinstance(rows.mask, Ragged) else rows.mask.sum(1)
         columns = host_memory.current().of_tokens(
-            counts, request.columns(self.stepped.description.hidden, self.stepped.dtype), own
+            counts, request.columns(self.stepped.description.hidden, self.stepped.dtype), told
         )
         return TeacherScores(torch.ones(len(rows), dtype=torch.bool), **columns)
 
@@ -310,21 +333,21 @@ class ModelRunner:
         self.stepped.zero_grad()
         # whoever gets the statistics reads those of truncated rows, too, which are not trained on
         whole = self.gives_values or (scored is not None and self.cfg.algorithm.drop_truncated)
-        indices = self._micro_batches(
+        planned = self._micro_batches(
             experience, group_size, passes=1 + self.backward, masked=not whole
         )
-        batches = self._to_learn(experience, indices, loss_fn, self.temperature, whole=whole)
+        batches = self._to_learn(experience, planned, loss_fn, self.temperature, whole=whole)
         losses = [(loss_fn, experience)]
         if auxiliary is not None:
             second = beside(loss_fn, experience, auxiliary, self.stats)
-            beside_indices = self._micro_batches(
+            more = self._micro_batches(
                 auxiliary.experience, passes=1 + self.backward, masked=not self.gives_values
             )
-            batches += self._to_learn(auxiliary.experience, beside_indices, second, temperature=1.0)
+            batches += self._to_learn(auxiliary.experience, more, second, temperature=1.0)
             losses.append((second, auxiliary.experience))
         found = self._run(batches, forward_only=False)
         if scored is not None:
-            scored(self._gathered(experience.rows, indices, [stats for _, stats in found]))
+            scored(self._gathered(experience.rows, planned[0], [stats for _, stats in found]))
         metrics = self._mean([sums for sums, _ in found], losses)
         empty = not metrics["count"]  # of all processes
         taken, grad_norm = (False, 0.0) if empty else self.stepped.take_step()
@@ -345,7 +368,7 @@ class ModelRunner:
     def _to_learn(
         self,
         experience: Experience[Any],
-        indices: Sequence[Tensor],
+        planned: "PlannedRows",
         loss_fn: LossFn,
         temperature: float,
         *,
@@ -355,7 +378,7 @@ class ModelRunner:
         alone, so that the LM head is not computed for others (prompts), unless `whole`.
         """
         whole = whole or self.gives_values
-        parts = [experience.select(index) for index in indices]
+        parts = [experience.select(index) for index in planned.indices]
         # a loss reads none of these
         unread: dict[str, Any] = {"routes": None, "teacher_logp": {}, "teacher_prompts": {}}
         bare = [replace(part, **unread).padded() for part in parts]
@@ -369,8 +392,9 @@ class ModelRunner:
                 needed=None if whole else seen.mask,
                 taught=tuple(map(TaughtRows, terms, part.teachers)),
                 mask=seen.mask if terms else None,
+                sorted_rows=own,
             )
-            for part, seen in zip(parts, bare, strict=True)
+            for part, seen, own in zip(parts, bare, planned.sorted_rows, strict=True)
         ]
 
     def _terms_of(self, experience: Experience[Any]) -> list[TeacherTerm]:
@@ -446,15 +470,16 @@ class ModelRunner:
         *,
         passes: int,
         masked: bool = False,
-    ) -> list[Tensor]:
-        """Returns the row indices of each of this process's micro-batches of `batch`, and records
-        their cost over all processes.
+    ) -> "PlannedRows":
+        """Returns the rows of each of this process's micro-batches of `batch`, and records their
+        cost over all processes.
 
         Each group of `group_size` consecutive rows stays in one micro-batch. `passes`: the cost of
         the computation in forward passes, such as 3 with a backward pass. `masked`: the LM head is
         computed for the tokens of the mask only.
         """
         lengths, images = batch.lengths, batch.images
+        sorted_rows = self._sorted(batch)
         plan = plan_micro_batches(
             lengths.tolist(),
             data_parallel=self.ranks.data,
@@ -467,9 +492,18 @@ class ModelRunner:
             patches=None if images is None else images.patches,
             patch_cap=self.cfg.trainer.max_patches_per_micro_batch or None,
             patch_weight=self.cfg.trainer.patch_weight,
+            sorted_rows=sorted_rows,
         )
+        tokens = (lengths - 1).tolist()
+        fed = [[tokens[row] for row in rows] for batches in plan for rows in batches]
+        shared: list[list[int]] = []
+        if sorted_rows is not None:
+            shared = [
+                sorted_rows.select(rows).shared.tolist() for batches in plan for rows in batches
+            ]
         self._count(
-            [[[int(lengths[row]) - 1 for row in rows] for rows in batches] for batches in plan],
+            fed,
+            shared,
             passes,
             int(batch.mask.sums().sum() if isinstance(batch.mask, Ragged) else batch.mask.sum())
             if masked
@@ -477,28 +511,49 @@ class ModelRunner:
         )
         if images is not None:
             self._count_images([images.select(rows) for own in plan for rows in own], passes)
-        return [torch.tensor(rows, dtype=torch.int64) for rows in plan[self.ranks.data_rank]]
+        own = plan[self.ranks.data_rank]
+        parts = [_saving(sorted_rows, rows) for rows in own]
+        return PlannedRows([torch.tensor(rows, dtype=torch.int64) for rows in own], parts)
+
+    def _sorted(self, batch: Rows[Any] | Experience[Any]) -> SortedRows | None:
+        """Returns the rows in the order of their tokens if computing common beginnings once saves
+        work; None: each row is computed by itself.
+        """
+        if not self.shares or len(batch.lengths) < 2:
+            return None
+        found = SortedRows.of(batch.tokens, (batch.lengths - 1).clamp(min=0), batch.images)
+        saved = int(found.shared.sum())
+        return found if saved >= LEAST_SAVED * int(found.lengths.sum()) and saved else None
 
     def _count(
-        self, fed: Sequence[Sequence[Sequence[int]]], passes: int, predicted: int | None = None
+        self,
+        fed: Sequence[Sequence[int]],
+        shared: Sequence[Sequence[int]],
+        passes: int,
+        predicted: int | None = None,
     ) -> None:
         """Records the tokens, slots and FLOPs of all processes; `fed` lists the number of tokens of
-        each row by data-parallel rank and micro-batch, `passes` the cost in forward passes,
-        `predicted` the tokens for which the LM head is computed (None: all).
+        each row by micro-batch, `shared` those that are computed with other rows, `passes` the cost
+        in forward passes, `predicted` the tokens for which the LM head is computed (None: all).
         """
-        rows = [tokens for batches in fed for batch in batches for tokens in batch]
+        rows = [tokens for batch in fed for tokens in batch]
+        saved = [tokens for batch in shared for tokens in batch if tokens]
         recorder.count("tokens", sum(rows))
-        recorder.count("slots", sum(self._slots(batch) for batches in fed for batch in batches))
-        recorder.count(
-            "flops",
-            passes
-            * forward_flops(
-                self.stepped.description,
-                rows,
-                value_head=self.gives_values,
-                predicted=predicted,
-            ),
+        recorder.count("computed", sum(rows) - sum(saved))
+        slots = (
+            self._slots([sum(batch) - sum(own)]) if any(own) else self._slots(batch)
+            for batch, own in zip(fed, shared or [()] * len(fed), strict=True)
         )
+        recorder.count("slots", sum(slots))
+        flops = forward_flops(
+            self.stepped.description,
+            rows,
+            value_head=self.gives_values,
+            predicted=sum(rows) if predicted is None else predicted,
+        )
+        if saved:
+            flops -= forward_flops(self.stepped.description, saved, predicted=0)
+        recorder.count("flops", passes * flops)
 
     def _count_images(self, fed: Sequence[RowImages], passes: int) -> None:
         """Records the FLOPs of the vision or audio encoder; `fed` lists the images of each
@@ -550,6 +605,23 @@ class ModelRunner:
         return list(sums_of(loss_fn(stats, replace(nothing, old_logp=empty))))
 
 
+class PlannedRows(NamedTuple):
+    """PlannedRows are the rows of each of this process's micro-batches."""
+
+    indices: list[Tensor]
+    sorted_rows: list[SortedRows | None]  # None: no rows of the micro-batch share tokens
+
+
+def _saving(sorted_rows: SortedRows | None, rows: Sequence[int]) -> SortedRows | None:
+    """Returns the rows of a micro-batch in their order, numbered within it; None if they share
+    nothing.
+    """
+    if sorted_rows is None:
+        return None
+    found = sorted_rows.select(rows)
+    return found if bool(found.shared.any()) else None
+
+
 def sums_of(loss: TokenLoss) -> dict[str, Tensor]:
     """Returns metric name -> [2]: the metric's weighted sum and its count, in float64, also for the
     loss under the name "loss"; both are added up over micro-batches and ranks.
@@ -559,3 +631,21 @@ def sums_of(loss: TokenLoss) -> dict[str, Tensor]:
         name: torch.stack([(metric.value * metric.weight).sum().double(), metric.count.double()])
         for name, metric in (loss.metrics | {"loss": whole}).items()
     }
+
+
+@cache
+def _tell_once(why: str) -> None:
+    log.info("Each sequence computes its beginning itself (trainer.share_prefixes): %s.", why)
+
+
+def refusal_to_share(config: RunConfig, where: torch.device, dtype: torch.dtype) -> str:
+    """Returns why rows can't share the computation of common beginnings, for any backend; "" if
+    they can.
+    """
+    if config.rollout.router_replay != "none":
+        return "rollout.router_replay gives each row its own experts"
+    if config.model.dropout or (config.model.lora.rank and config.model.lora.dropout):
+        return "dropout is above 0"
+    if where.type == "cuda" and dtype == torch.float32:
+        return "the attention kernel for it takes half precision"
+    return ""

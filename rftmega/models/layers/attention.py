@@ -1,5 +1,5 @@
 """Core attention over packed rows in plain torch: a token attends only to tokens of its own row,
-and padding is not computed.
+and padding is not computed. Rows that begin alike may share the tokens of their beginning.
 Under context parallelism each process holds two chunks of every row, the c-th from the front and
 the c-th from the back (zig-zag: equal work for all processes under a causal mask), and gathers the
 keys and values of the other processes.
@@ -25,6 +25,7 @@ from torch.nn import functional as F
 
 from rftmega.core.errors import ConfigError
 from rftmega.models.kernels.prefix_attention import attend_to_prefix, has_kernel
+from rftmega.models.kernels.tree_attention import SegmentTree, attend_to_tree
 
 BLOCK = 128  # minimum number of queries that share a window mask
 LONGEST = 8192  # longest row whose chunks may have a mask each
@@ -88,7 +89,7 @@ class PackedAttention(torch.nn.Module):
         """Computes attention of packed rows, [tokens, heads, d] -> [tokens, heads * d], or without
         `packed_seq_params` of unpacked rows, [s, b, heads, d] -> [s, b, heads * d].
         Under context parallelism the tokens are this process's, and `cu_seqlens_q` describes the
-        whole rows.
+        whole rows. With `packed_seq_params.tree` rows share tokens.
         """
         assert attention_bias is None, "attention_bias is not supported"
         if packed_seq_params is None:
@@ -96,7 +97,16 @@ class PackedAttention(torch.nn.Module):
             rows = (x.permute(1, 2, 0, 3) for x in (query, key, value))
             return self._attend(*rows).permute(2, 0, 1, 3).flatten(2)
         self._refuse_long_rows(query, packed_seq_params)
-        if self.context_group is None:
+        tree: SegmentTree | None = getattr(packed_seq_params, "tree", None)
+        narrow = tree is not None and self.window is not None and self.window < tree.longest
+        if tree is not None and not narrow and not self._dropout and has_kernel(query):
+            attended = attend_to_tree(query, key, value, tree, self.scale, self.softmax_offset)
+            return attended.flatten(1)
+        if tree is not None:
+            parts = [
+                Part(*batch) for batch in tree.paths(query.device, self.window if narrow else None)
+            ]
+        elif self.context_group is None:
             parts = parts_of(packed_seq_params, 0, 1)
         else:
             parts = parts_of(
@@ -107,20 +117,20 @@ class PackedAttention(torch.nn.Module):
             )
             key, value = both.split([key.shape[-1], value.shape[-1]], -1)
         # rows of one length are contiguous: nothing is copied
-        if len(parts) == 1 and self.context_group is None:
+        if len(parts) == 1 and self.context_group is None and tree is None:
             rows = (
                 x.unflatten(0, parts[0].queries.shape).transpose(1, 2) for x in (query, key, value)
             )
             return self._attend(*rows).transpose(1, 2).flatten(0, 1).flatten(1)
-        attended = []
+        outputs = []
         for part in parts:
             rows = (
                 x[index].transpose(1, 2)
                 for x, index in ((query, part.queries), (key, part.keys), (value, part.keys))
             )
-            attended.append(self._attend(*rows).transpose(1, 2).flatten(0, 1))
+            outputs.append(self._attend(*rows).transpose(1, 2).flatten(0, 1))
         order = torch.cat([part.queries.flatten() for part in parts])
-        return torch.cat(attended)[order.argsort()].flatten(1)
+        return torch.cat(outputs)[order.argsort()].flatten(1)
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Computes attention of queries [b, heads, q, d] over keys and values [b, groups, k, d],

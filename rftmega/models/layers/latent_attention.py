@@ -1,5 +1,5 @@
 """Fixes multi-head latent attention of Megatron-Core 0.16.1 under tensor parallelism and with
-Transformer Engine.
+Transformer Engine, and rotates its packed rows by the tokens' positions.
 """
 
 from typing import Any
@@ -14,6 +14,7 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig
 from torch import Tensor, nn
 
 from rftmega.models.layers.norm import LATENT_EPSILON
+from rftmega.models.layers.rotary import PackedRotary
 
 
 def mend_latent_attention(chunk: nn.Module, config: MLATransformerConfig) -> None:
@@ -41,6 +42,18 @@ def mend_latent_attention(chunk: nn.Module, config: MLATransformerConfig) -> Non
             for up in ups:
                 if hasattr(up, "layer_norm_weight"):
                     up.eps = LATENT_EPSILON  # type: ignore[assignment]  # of the norm that Transformer Engine keeps in it
+
+
+def rotate_by_position(chunk: nn.Module) -> list[PackedRotary]:
+    """Lets every latent-attention module of a pipeline chunk rotate all packed rows at once, by the
+    positions of their tokens; returns the modules to which the positions are told.
+    """
+    found = []
+    for module in chunk.modules():
+        if isinstance(module, MLASelfAttention):
+            module.rotary_pos_emb = PackedRotary(module.rotary_pos_emb)  # type: ignore[arg-type]
+            found.append(module.rotary_pos_emb)
+    return found
 
 
 def _count_once(down: Any) -> None:

@@ -82,7 +82,8 @@ class Throughput(Observer):
                     found[f"mfu_{name}"] = found[f"tflops_{name}"] / self.peak_tflops
         if (update := self.phases.get("update")) and update.get("slots"):
             found["tokens_per_second_update"] = update["tokens"] / update["seconds"] / devices
-            found["padding"] = 1 - update["tokens"] / update["slots"]
+            found["padding"] = 1 - update["computed"] / update["slots"]
+            found["shared_tokens"] = 1 - update["computed"] / max(update["tokens"], 1)
             found["pipeline_bubble"] = update["bubble"] / update["ideal"]
         if "generated_tokens" in metrics:
             found["tokens_per_second_rollout"] = (

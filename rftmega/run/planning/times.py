@@ -71,6 +71,7 @@ def seconds(
         forward = (
             forward_flops(planned.model, [length], value_head=planned.value)
             * rows_of(config)
+            * _computed(config, planned, world)
             / world
             / speeds.flops
         )
@@ -102,6 +103,22 @@ def seconds(
         each = {near: size / push.share / world for near, size in moved.items()}
         found["push"] = {"NVLink": each[True] / speeds.nvlink, "NIC": each[False] / speeds.nic}
     return found
+
+
+def _computed(config: RunConfig, planned: PlannedModel, world: int) -> float:
+    """Returns the share of a step's tokens that a forward pass computes if the completions of a
+    prompt share its computation (trainer.share_prefixes), which Transformer Engine's attention
+    doesn't support; prompts and completions have maximum length.
+    """
+    rollout, parallel = config.rollout, planned.parallel
+    by_megatron = planned.groups is None
+    if not config.trainer.share_prefixes or config.algorithm.task != "rl" or by_megatron:
+        return 1.0
+    rows = rows_of(config) / config.algorithm.updates_per_epoch * parallel.tensor / world
+    completions = config.rollout.train_samples_per_prompt or rollout.samples_per_prompt
+    together = max(1.0, min(completions, rows))  # of one prompt, on one rank
+    whole = together * (rollout.max_prompt_tokens + rollout.max_response_tokens)
+    return (rollout.max_prompt_tokens + together * rollout.max_response_tokens) / whole
 
 
 def _generating(

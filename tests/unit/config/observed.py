@@ -102,6 +102,7 @@ class Machine:
             sequence_parallel=False, tensor_model_parallel_size=1, fp8=None
         )
         self.learning_rate = 1.0
+        self.dtype = torch.float32
         self.description = describe(read_hf_config(Path(cfg.model.path)))
         self.topology = SimpleNamespace(
             data=data_parallel,
@@ -192,6 +193,10 @@ class Model:
 
     def step(self, experience: Any, loss_fn: Any, **settings: Any) -> Metrics:
         return self.runner.step(experience, loss_fn, **settings)
+
+
+def shares(config: RunConfig) -> bool:
+    return Model(config, [], 1).runner.shares
 
 
 class Strategy:

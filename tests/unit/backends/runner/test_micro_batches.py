@@ -1,6 +1,7 @@
 import random
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -9,8 +10,70 @@ from rftmega.backends.runner.micro_batches import (
     karmarkar_karp,
     plan_micro_batches,
 )
+from rftmega.core.shared_prefixes import SortedRows
 
 LENGTHS = st.lists(st.integers(1, 50), max_size=60)
+
+
+def grouped(groups: int, samples: int, seed: int = 0) -> tuple[torch.Tensor, SortedRows]:
+    """Lengths of mixed rows, `samples` of each of `groups` prompts of 40 tokens; and the rows."""
+    generator = torch.Generator().manual_seed(seed)
+    lengths = 40 + torch.randint(2, 60, (groups * samples,), generator=generator)
+    tokens = torch.randint(1000, (groups * samples, 100), generator=generator)
+    order = torch.randperm(groups * samples, generator=generator)
+    tokens[:, :40] = (order % groups)[:, None]
+    return lengths, SortedRows.of(tokens, lengths - 1)
+
+
+@pytest.mark.parametrize("group_size", [1, 2])
+@pytest.mark.parametrize("ranks", [1, 2, 4, 8])
+@pytest.mark.parametrize(("cap", "attention_cap"), [(300, None), (1000, 40_000), (10_000, None)])
+def test_rows_that_share_tokens_are_worked_on_once_under_the_caps(
+    ranks: int, cap: int, attention_cap: int | None, group_size: int
+) -> None:
+    lengths, rows = grouped(8, 8)
+    plan = plan_micro_batches(
+        lengths.tolist(),
+        data_parallel=ranks,
+        token_cap=cap,
+        attention_cap=attention_cap,
+        attention_weight=0.01,
+        at_least=2,
+        group_size=group_size,
+        sorted_rows=rows,
+    )
+    batches = [batch for own in plan for batch in own if batch]
+    assert sorted(row for batch in batches for row in batch) == list(range(64))
+    assert len({len(own) for own in plan}) == 1
+    assert min(len(own) for own in plan) >= 2
+    for batch in batches:
+        shared = rows.select(batch).shared
+        tokens = lengths[batch]
+        assert int(tokens.sum() - shared.sum()) <= cap
+        squares = int((tokens**2).sum() - (shared**2).sum())
+        assert attention_cap is None or squares <= attention_cap
+        if group_size == 2:
+            assert all(batch[i] + 1 == batch[i + 1] for i in range(0, len(batch), 2))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_rows_with_one_beginning_stay_together_where_the_costs_of_the_ranks_allow_it(
+    ranks: int,
+) -> None:
+    lengths, rows = grouped(16, 8)
+    plan = plan_micro_batches(
+        lengths.tolist(), data_parallel=ranks, token_cap=10_000, sorted_rows=rows
+    )
+    computed = [sum(rows.select(batch).computed for batch in own) for own in plan]
+    assert sum(computed) < 1.05 * rows.computed, "hardly any beginning is computed twice"
+    assert max(computed) < 1.1 * sum(computed) / ranks
+
+
+def test_a_group_is_cut_where_a_rank_would_have_too_much_to_do() -> None:
+    lengths, rows = grouped(2, 32)
+    plan = plan_micro_batches(lengths.tolist(), data_parallel=8, token_cap=10_000, sorted_rows=rows)
+    computed = [sum(rows.select(batch).computed for batch in own) for own in plan]
+    assert max(computed) < 1.1 * sum(computed) / 8
 
 
 @given(

@@ -204,6 +204,21 @@ def test_gathers_take_time_only_beyond_the_computation(tmp_path: Path) -> None:
     assert found["compute"] > 0
 
 
+def test_completions_of_a_prompt_on_one_rank_compute_it_once(tmp_path: Path) -> None:
+    """4 prompts of 8 completions: 16 ranks have 2 completions of one prompt each."""
+    config = config_of(small(tmp_path), P())
+    config.trainer.prompts_per_step, config.rollout.samples_per_prompt = 4, 8
+    models = models_of(config)
+
+    def compute(share: bool, world: int) -> float:
+        config.trainer.share_prefixes = share
+        return times.seconds(models, config, world, None, None, SPEEDS)["score"]["compute"]
+
+    for world, together in ((1, 8), (4, 8), (16, 2), (32, 1), (64, 1)):
+        once = (512 + together * 1536) / (together * 2048)
+        assert compute(True, world) == pytest.approx(once * compute(False, world))
+
+
 def test_a_family_that_no_table_knows_is_planned_too(tmp_path: Path) -> None:
     """Cohere: weights of the engine by shape, free disk space by count."""
     folder = save_decoder(tmp_path, "cohere")
