@@ -15,6 +15,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -23,14 +24,22 @@ from tqdm import tqdm
 from benchmarks import machine
 from rftmega.algorithms.aggregation import AGGREGATIONS
 from rftmega.algorithms.losses import policy_loss
-from rftmega.config import LoRA, OptimizerConfig, ParallelConfig
+from rftmega.config import LoRA, OptimizerConfig, ParallelConfig, RunConfig
 from rftmega.config.options.algorithms import Clip
+from rftmega.config.options.teachers import Teacher
 from rftmega.core.expert_routes import unknown
+from rftmega.core.interfaces import OneProcess
 from rftmega.core.ragged import Ragged
-from rftmega.core.types import Experience, Rows, TokenStats
+from rftmega.core.types import Experience, Prompt, Rows, Samples, Taught, TokenStats
+from rftmega.run.built_backend import built_backend
+from rftmega.run.placement import teachers as placed
+from rftmega.run.placement.backend import Backend, TrainablePolicy
+from rftmega.run.placement.phases import DevicePhases
+from rftmega.trainer import Algorithm
+from rftmega.trainer.experience.teachers import advantage_of
 from rftmega.weights import Exporter
 from tests import plain_adapters
-from tests.layouts import build_policy, rows_of
+from tests.layouts import config_of, rows_of
 from tests.ranks import LOCAL, TRANSFORMER_ENGINE, run_ranks
 from tests.tiny_models import save_tiny
 from tests.tiny_vision import KINDS, save_tiny_vision
@@ -289,9 +298,22 @@ for variant in (
     *("qwen2_vl", "qwen2_5_vl"),
 ):
     LAYOUTS[variant] |= SHARDED_ROWS
+# A model with teachers: one on its own backend and in its own layout, one on the other backend.
+TAUGHT = "qwen3 with teachers"
+LAYOUTS[TAUGHT] = LATER_DENSE | {
+    name: SHARDED_ROWS[name]
+    for name in (
+        "FSDP 2",
+        "FSDP 4",
+        "FSDP, 2 replicas x 2",
+        "FSDP 2 x TP2, ZeRO-2",
+        "FSDP 2 x TP2, on the host",
+    )
+}
 LAYOUTS["qwen3_vl"] |= {  # transformers has no tensor-parallel plan of it
     name: layout for name, layout in SHARDED_ROWS.items() if layout.parallel.tensor == 1
 }
+OTHER: dict[str, Any] = {"megatron": "fsdp", "fsdp": "megatron"}
 ALONE = Layout(1, P())
 # Rows of which many begin alike, against one process that computes each by itself.
 ALIKE = " with rows that begin alike"
@@ -356,7 +378,7 @@ ROUGH = Setting(smooth=True, dtype="bfloat16")
 WITHOUT_ROUGH = ("qwen3_vl_moe",)
 
 
-def learn(folder: Path, layout: Layout, setting: Setting) -> dict[str, Any]:
+def learn(world: Any, folder: Path, layout: Layout, setting: Setting) -> dict[str, Any]:
     """Three updates in a rank: what was learnt, in the unshuffled order of rows."""
     torch.manual_seed(3)
     whole, caps, rate = given_rows(folder)
@@ -365,10 +387,10 @@ def learn(folder: Path, layout: Layout, setting: Setting) -> dict[str, Any]:
     count = len(whole)
     noise, advantage = 0.3 * torch.randn(whole.mask.shape), torch.randn(count, 1)
     order = torch.randperm(count) if setting.shuffled else torch.arange(count)
-    pairs, routes = folder / "adapter", folder / "routes.pt"
+    pairs, routes, teacher = folder / "adapter", folder / "routes.pt", folder / "teacher"
     if routes.exists():
         whole = replace(whole, routes=torch.load(routes))
-    actor = build_policy(
+    config = config_of(
         folder,
         layout.parallel,
         backend=layout.backend,
@@ -381,6 +403,10 @@ def learn(folder: Path, layout: Layout, setting: Setting) -> dict[str, Any]:
         router_replay="engine" if routes.exists() else "none",
         share_prefixes=layout.shares,
     )
+    if teacher.exists():
+        config.algorithm.teachers = teachers_of(teacher, layout)
+    backend = built_backend(config)
+    actor = backend.policy(config)
     rows = whole.select(order)
     given = rows.ragged()  # as a rollout's are
     before = scored(actor.log_probs(given))
@@ -396,11 +422,22 @@ def learn(folder: Path, layout: Layout, setting: Setting) -> dict[str, Any]:
         images=rows.images,
         routes=rows.routes,
     ).ragged()
+    weights = {}
+    if teacher.exists():
+        experience = taught(experience, config, backend, actor, world, order)
+        weights = {
+            name: each.weight
+            for name, each in zip(("full", "top"), config.algorithm.teachers, strict=False)
+        }
     # Far from 0, where a loss has no digits: the bonus on a few nats.
     clip = 10.0 if setting.smooth else 0.2
     aggregation = AGGREGATIONS[setting.aggregation]
     loss_fn = policy_loss(
-        options=Clip(low=clip, high=clip), kl_coef=0.1, entropy_coef=0.5, aggregation=aggregation
+        options=Clip(low=clip, high=clip),
+        kl_coef=0.1,
+        entropy_coef=0.5,
+        teachers=weights,
+        aggregation=aggregation,
     )
     metrics = [actor.step(experience, loss_fn) for _ in range(3)]
     after = scored(actor.log_probs(given))
@@ -426,6 +463,62 @@ def given_rows(folder: Path) -> tuple[Rows, dict[int, int], float]:
     if (folder / "preprocessor_config.json").exists():
         return rows_with_images(folder), CAPS_WITH_IMAGES, 2e-3
     return rows_of(ROWS, PROMPTS), CAPS, OPTIMIZER.learning_rate
+
+
+def teachers_of(folder: Path, layout: Layout) -> list[Teacher]:
+    """All of a vocabulary, the likeliest tokens of some rows, and a log-ratio in the advantage."""
+    plain: dict[str, Any] = {"path": str(folder)}
+    other: dict[str, Any] = plain | {"backend": OTHER[layout.backend]}
+    some = {"when": {"domain": "some"}}
+    return [
+        Teacher(**plain, name="full", weight=0.5, parallel=layout.parallel),
+        Teacher(**other, **some, name="top", vocabulary="top_k", top_k=5, divergence="jsd"),
+        Teacher(
+            **other, **some, name="ratio", vocabulary="sampled", signal="advantage", weight=0.3,
+            discount=0.5,
+        ),
+    ]  # fmt: skip
+
+
+def taught(
+    experience: Experience[Ragged],
+    config: RunConfig,
+    backend: Backend,
+    actor: TrainablePolicy,
+    world: Any,
+    order: torch.Tensor,
+) -> Experience[Ragged]:
+    """The experience with what the teachers say of it; `order` of its rows."""
+    chosen = config.algorithm.teachers
+    built = placed.build(config, backend, is_main=False)
+    actor.learn_from(placed.terms_of(config, actor, built))
+    phases = DevicePhases({"policy": actor.residency}, offload=False)
+    scorers = placed.scorers(config, actor, built, phases, world)
+    asked = Algorithm(config).asked(SimpleNamespace(teachers=scorers))
+    size = len(experience)
+    of_rows = [
+        tuple(None if each.when and row % 3 == 0 else Taught() for each in chosen)
+        for row in order.tolist()
+    ]
+    zeros = torch.zeros(size)
+    samples = Samples(
+        [Prompt((1,), teachers=own) for own in of_rows],
+        experience.rows,
+        experience.behaviour_logp,
+        zeros,
+        torch.arange(size),
+        zeros.bool(),
+        {},
+    )
+    found = [each.scores(samples, experience.mask, OneProcess()) for each in asked]
+    assert experience.old_logp is not None
+    added = advantage_of(chosen[2], found[2], experience.mask, experience.old_logp)
+    advantage = experience.advantage
+    return replace(
+        experience,
+        advantage=advantage.with_values(advantage.flat + added.flat),
+        teachers=tuple(found[:2]),
+    )
 
 
 BEGIN_ALIKE = "begin_alike"  # a file in the folder of a model with ALIKE
@@ -456,7 +549,7 @@ def scored(stats: TokenStats[Ragged]) -> TokenStats:
 def learn_body(
     world: Any, folder: Path, layout: Layout, settings: list[Setting]
 ) -> list[dict[str, Any]]:
-    found = [learn(folder, layout, setting) for setting in settings]
+    found = [learn(world, folder, layout, setting) for setting in settings]
     return found if world.rank == 0 else [{**run, "weights": {}} for run in found]
 
 
@@ -511,6 +604,10 @@ def saved(folder: Path, variant: str) -> Path:
         pairs = plain_adapters.random_pairs(model, rank=LORA.rank, targets=targets, spread=0.1)
         plain_adapters.write_pairs(model / "adapter", pairs, alpha=LORA.alpha)
         return model
+    if variant == TAUGHT:
+        model = save_tiny(folder, "qwen3")
+        save_tiny(model / "teacher", "llama", seed=5, hidden_size=96, head_dim=24)
+        return model
     if variant == ROUTED:
         model = save_tiny(folder, "qwen3-moe")
         torch.save(any_routes(layers=3, experts=4, active=2), model / "routes.pt")
@@ -529,6 +626,8 @@ def any_routes(layers: int, experts: int, active: int) -> torch.Tensor:
 
 def settings_of(variant: str) -> list[Setting]:
     """Of the table."""
+    if variant == TAUGHT:  # three models each; how losses are aggregated is the same as without
+        return [each for each in SETTINGS if each.aggregation == "token_mean"] + [SMOOTH, ROUGH]
     if variant.endswith(ALIKE):
         return [Setting(), Setting(micro_batches=8), Setting(shuffled=True)]
     return [*SETTINGS, SMOOTH, *([] if variant in WITHOUT_ROUGH else [ROUGH])]

@@ -21,7 +21,8 @@ worst case of memory except for a skewed router. Kinds:
   reserved       --reserved-gb: CUDA's context, NCCL, allocator fragmentation
 Host copies per process: reference (algorithm.kl.coef), average (ema_beta), checkpoint (the buffer
 for saving), offload, sharded (parallel.cpu_offload). Shared by all processes of a host: rollout (a
-step's tokens and their data), at_work (while the log-prob mismatch is computed), replay.
+step's tokens and their data), at_work (while the log-prob mismatch is computed), teachers (what
+they say of a step's tokens), replay.
 
 Seconds are a roofline, a lower bound: work over speed, with completions of maximum length and all
 devices in step.
@@ -50,6 +51,8 @@ from typing import TYPE_CHECKING, Any
 from rftmega import config as configuration
 from rftmega.config import RunConfig
 from rftmega.config.capabilities import backend_of
+from rftmega.config.options.teachers import names_of
+from rftmega.config.teacher_config import config_of
 from rftmega.core.errors import ConfigError, exit_code_of
 from rftmega.run.hub import fetched
 from rftmega.run.option_parser import OptionParser
@@ -223,6 +226,12 @@ def figures(
     from rftmega.runtime.parallel.layout import nodes_of_engine
 
     world, policy, rl = machine.trainers(config), models[POLICY], config.algorithm.task == "rl"
+    asked = config.algorithm.teachers
+    teachers = {
+        name: config_of(config, teacher)
+        for name, teacher in zip(names_of(asked), asked, strict=True)
+        if teacher.loads
+    }
     parallel = config.parallel
     push = cache = None
     if rl:
@@ -239,6 +248,9 @@ def figures(
         "model": {"family": policy.model.family, "parameters": policy.model.parameters},
         "backend": config.backend,
         "layout": layout(config, world),
+        "teachers": {
+            name: f"backend {own.backend}, {layout(own, world)}" for name, own in teachers.items()
+        },
         "recompute": parallel.recompute,
         "distributed_optimizer": backend_of(config).layouts
         and config.optimizer.shards_states(max(sharers(policy, world))),
@@ -258,7 +270,7 @@ def figures(
             on_device(models, config, world, place, machine.budget, buffers) for place in stages
         ],
         "host": [on_host(models, config, world, place) for place in stages],
-        "each_host": on_each_host(config),
+        "each_host": on_each_host(config, policy.model.experts, models),
         "push_buffers": buffers,
         "seconds_at_least": seconds(models, config, world, cache, push, machine.speeds),
     }
@@ -303,6 +315,7 @@ def table(found: dict[str, Any]) -> list[str]:
     said = [
         f"model    {found['model']['family']}, {found['model']['parameters'] / 1e9:.1f} billion parameters",
         f"layout   {found['layout']}, {found['processes']} devices of {memory / GB:g} GB",
+        *(f"{name:<8} {told}" for name, told in found["teachers"].items()),
         f"with     {', '.join(switches)}",
         f"update   {found['micro_batches']} micro-batches of {found['micro_batch_tokens']} tokens a data-parallel rank and step",
     ]

@@ -1,6 +1,6 @@
 """Policy loss per token, without reduction: a `TokenLoss` holds value, weight and count."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ def policy_loss(
     kl_estimator: str = "k3",
     entropy_coef: float = 0.0,
     teachers: Mapping[str, float] | None = None,
+    sampled_teachers: Collection[str] = (),
     aggregation: Aggregation = token_mean,
 ) -> LossFn:
     """Returns the policy's loss function: surrogate + kl_coef x KL to the reference - entropy_coef
@@ -33,7 +34,9 @@ def policy_loss(
     `kl_estimator` is a key of ESTIMATORS: k1, k2, k3 or unbiased. `high_entropy_share` below 1 trains only on
     that share of each completion's tokens, those with the highest entropy (after arXiv:2506.01939,
     which takes the share over the batch). `teachers`: name -> weight, in the order of
-    `Experience.teachers`; divergences are 0 for tokens that a teacher does not teach.
+    `Experience.teachers`; divergences are 0 for tokens that a teacher does not teach. Those of
+    `sampled_teachers` are estimated from the sampled token, an expectation over the policy's
+    tokens, and are multiplied by the importance weight as well.
 
     Metrics are means over all response tokens, except `policy_loss`, which is aggregated like the
     loss, and `clip_fraction`, the share of the trained tokens (for gspo: of the completions) whose
@@ -72,6 +75,8 @@ def policy_loss(
             assert stats.divergence is not None, "the forward pass computes it"
             divergence = torch.where(mask, stats.divergence[..., number], 0.0)
             shown[f"{name}_divergence"] = divergence
+            if name in sampled_teachers:
+                divergence = weighed * divergence
             value = value + teacher_weight * divergence
         shares = experience.shares
         metrics = averaged({"policy_loss": surrogate_loss}, kept, aggregation, shares)

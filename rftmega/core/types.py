@@ -558,8 +558,10 @@ class Experience(Generic[Column]):
     kl_baseline: Tensor | None = None
     # of each teacher whose divergence is part of the loss
     teachers: tuple[TeacherScores, ...] = ()
-    # teacher -> its log-probs of the sampled tokens, NaN where it does not teach; for people
+    # teacher -> its log-probs of the sampled tokens, NaN where it does not teach
     teacher_logp: dict[str, Column] = field(default_factory=dict)
+    # teacher with a prompt of its own -> this prompt's token ids, of rows that may be replayed
+    teacher_prompts: dict[str, Ragged] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -625,7 +627,7 @@ class Experience(Generic[Column]):
                 return RowImages.join(values, [len(part) for part in parts])
             if name == "teachers":
                 return joined_scores(values)
-            if name == "teacher_logp":
+            if name in ("teacher_logp", "teacher_prompts"):
                 return {each: Ragged.join([own[each] for own in values]) for each in values[0]}
             if any(value is None for value in values):
                 return None
@@ -686,7 +688,7 @@ def _padded(batch: Any) -> Any:
     width = int(batch.lengths.max()) if len(batch) else 1
 
     def padded(name: str, value: Any) -> Any:
-        if not isinstance(value, Ragged):
+        if not isinstance(value, Ragged) or name == "teacher_prompts":
             return value
         if name == "tokens":
             return value.padded(width=width).long()

@@ -41,6 +41,7 @@ def verify_models(world: World, config: RunConfig) -> None:
     if config.algorithm.advantage.needs_critic and config.critic.path:
         folders.append(config.critic.path)
     folders += [model.path for model in config.reward.scoring_models().values() if model.path]
+    folders += [teacher.path for teacher in config.algorithm.teachers if teacher.loads]
     for folder in dict.fromkeys(map(Path, folders)):
         if not is_distributed(folder):  # verified piece by piece when it is read
             _verify(world, folder)

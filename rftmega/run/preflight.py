@@ -15,6 +15,7 @@ from rftmega.backends.decoder.tensor_plan import styles_of
 from rftmega.config import SERVED_VOCABULARY, ParallelConfig, RunConfig
 from rftmega.config.capabilities import backend_of, engine_of
 from rftmega.config.options.teachers import names_of
+from rftmega.config.teacher_config import config_of
 from rftmega.config.validation import violations
 from rftmega.converters import shard_shape, table
 from rftmega.converters.adapters import adapted_layers
@@ -73,35 +74,13 @@ def preflight(
             found.append(str(error))
     else:
         found += _layout_violations(config, config.model.path, model, config.parallel)
-        if backend_of(config).any_decoder:
-            longest = config.rollout.max_row_tokens
-            found += beyond_its_positions(read_config(config.model.path), longest)
-            found += _output_head(config)
-        found += _value_models(config, model) + _teachers(config, model)
-        found += _adapters(config, model)
-        megatron = backend_of(config).layouts
-        if (
-            megatron
-            and here
-            and on.type == "cuda"
-            and model.experts
-            and not uses_transformer_engine()
-        ):
-            found.append(
-                f"Experts on CUDA need Transformer Engine's grouped products; this run would be {installed().told}. "
-                "Install it as docs/cluster.md says, or take a dense model."
-            )
-        if megatron and config.model.fp8 != "none" and here:
-            found += _fp8_matmuls(config, model, on)
+        found += _of_backend(config, model, on if here else None, f"model.path={config.model.path}")
+        found += _value_models(config, model) + _adapters(config, model)
         if config.algorithm.task == "rl":
+            found += _teachers(config, on if here else None)
             found += _engine(config, model, on) + _router_replay(config, model, on)
             found += _fp8_engine(config, model, on)
         longest = config.rollout.max_row_tokens
-        if megatron and (long := model.rope.long) and longest > long.original_positions:
-            found.append(
-                f"rollout.max_prompt_tokens + rollout.max_response_tokens = {longest}, but with rope_type=longrope, rows beyond "
-                f"{long.original_positions} tokens are rotated otherwise, which is not supported. Shorten one of them."
-            )
         if longest > model.max_positions:
             found.append(
                 f"rollout.max_prompt_tokens + rollout.max_response_tokens = {longest}, but the model knows "
@@ -122,6 +101,33 @@ def preflight(
     found += run_end.refusals(config) + _quantised(config) + (_key(config) if here else [])
     if found:
         raise ConfigError.listing("This run can't start", found)
+
+
+def _of_backend(
+    config: RunConfig, model: ModelDescription, on: device.Device | None, option: str
+) -> list[str]:
+    """Returns the reasons why the backend of `config` can't compute `config.model`, besides its
+    layout. `on`: this process's type of device; None: the model is computed elsewhere. `option`:
+    that gives the model, and its value.
+    """
+    longest = config.rollout.max_row_tokens
+    if backend_of(config).any_decoder:
+        too_long = beyond_its_positions(read_config(config.model.path), longest)
+        return too_long + [f"{option}: {reason}" for reason in _output_head(config)]
+    found = []
+    if on is not None and on.type == "cuda" and model.experts and not uses_transformer_engine():
+        found.append(
+            f"Experts on CUDA need Transformer Engine's grouped products; this run would be {installed().told}. "
+            "Install it as docs/cluster.md says, or take a dense model."
+        )
+    if config.model.fp8 != "none" and on is not None:
+        found += _fp8_matmuls(config, model, on)
+    if (long := model.rope.long) and longest > long.original_positions:
+        found.append(
+            f"rollout.max_prompt_tokens + rollout.max_response_tokens = {longest}, but with rope_type=longrope, rows beyond "
+            f"{long.original_positions} tokens are rotated otherwise, which is not supported. Shorten one of them."
+        )
+    return found
 
 
 def _key(config: RunConfig) -> list[str]:
@@ -275,7 +281,7 @@ def _output_head(config: RunConfig) -> list[str]:
     try:
         output_head(on_meta(read_config(config.model.path), "eager"))
     except (CheckpointError, ValueError, ImportError) as error:
-        return [f"model.path={config.model.path}: {error}"]
+        return [str(error)]
     return []
 
 
@@ -372,22 +378,22 @@ def _value_models(config: RunConfig, policy: ModelDescription) -> list[str]:
     return found
 
 
-def _teachers(config: RunConfig, policy: ModelDescription) -> list[str]:
-    """Returns the problems of the teachers that the run holds; `policy`: the policy, whose tokens
-    they must have.
-    """
+def _teachers(config: RunConfig, on: device.Device | None) -> list[str]:
+    """Returns the problems of the teachers that the run holds; `on`: see `_of_backend`."""
     found = []
     teachers = config.algorithm.teachers
     for name, teacher in zip(names_of(teachers), teachers, strict=True):
         if not teacher.loads or not (Path(teacher.path) / "config.json").is_file():
             continue  # validation has said so
         option, path, longest = f"{name}: path", teacher.path, config.rollout.max_row_tokens
+        own = config_of(config, teacher)
         try:
-            model = _described(config, path)
+            model = _described(own, path)
         except CheckpointError as error:
             found.append(f"algorithm.teachers: {option}: {error}")
             continue
-        reasons = _layout_violations(config, path, model, teacher.parallel)
+        reasons = _layout_violations(own, path, model, teacher.parallel)
+        reasons += _of_backend(own, model, on, "LM head")
         if other := different_tokens(config.model.path, path):
             reasons.append(f"{other}. Take a teacher with the policy's tokenizer.")
         if teacher.vocabulary == "top_k" and teacher.top_k >= model.vocabulary:
@@ -447,11 +453,7 @@ def dry_run(config: RunConfig, world_size: int) -> str:
     model, parallel = _counted(config, config.model.path), config.parallel
     replica = parallel.tensor * parallel.context * parallel.pipeline
     data = world_size // replica
-    layout = layout_name(parallel, data)
-    if not backend_of(config).layouts:
-        shards = world_size // parallel.replicas // parallel.tensor
-        shared = f" x TP {parallel.tensor}" if parallel.tensor > 1 else ""
-        layout = f"{parallel.replicas} replica(s), each over {shards}{shared}"
+    layout = _layout(config, world_size)
     rows = rows_of(config)
     completions = rows // config.trainer.prompts_per_step
     batch = f"{config.trainer.prompts_per_step} prompts x {completions} completions = {rows} rows"
@@ -464,6 +466,7 @@ def dry_run(config: RunConfig, world_size: int) -> str:
         f"{config.algorithm.steps_per_rollout} optimizer step(s) of about {rows // config.algorithm.updates_per_epoch} rows, "
         f"about {rows / config.algorithm.updates_per_epoch / data:g} rows a data-parallel rank",
         f"micro-batch at most {config.trainer.max_tokens_per_micro_batch} tokens",
+        *_told_of_teachers(config, world_size),
     ]
     if not backend_of(config).layouts:
         each = -(-model.parameters * parallel.replicas // world_size)
@@ -480,6 +483,32 @@ def dry_run(config: RunConfig, world_size: int) -> str:
     return "\n".join(lines)
 
 
+def _layout(config: RunConfig, world_size: int) -> str:
+    """Returns a text that describes the layout of `config.parallel` with the backend of `config`."""
+    parallel = config.parallel
+    if backend_of(config).layouts:
+        replica = parallel.tensor * parallel.context * parallel.pipeline
+        return layout_name(parallel, world_size // replica)
+    shards = world_size // parallel.replicas // parallel.tensor
+    shared = f" x TP {parallel.tensor}" if parallel.tensor > 1 else ""
+    return f"{parallel.replicas} replica(s), each over {shards}{shared}"
+
+
+def _told_of_teachers(config: RunConfig, world_size: int) -> list[str]:
+    """Returns a line for each teacher that the run holds: model, backend and layout."""
+    found = []
+    teachers = config.algorithm.teachers
+    for name, teacher in zip(names_of(teachers), teachers, strict=True):
+        if teacher.loads:
+            own = config_of(config, teacher)
+            model = _counted(own, teacher.path)
+            layout = _layout(own, world_size)
+            found.append(
+                f"{name:<11} {model.family}, {model.parameters:,} parameters, backend {own.backend}, {layout}"
+            )
+    return found
+
+
 def _engines(config: RunConfig, world_size: int) -> str:
     if config.algorithm.task != "rl":
         return "none"
@@ -492,10 +521,12 @@ def _engines(config: RunConfig, world_size: int) -> str:
 
 
 def slow_modules(config: RunConfig) -> list[str]:
-    """Returns the names of the Python modules of the chosen backend and engine, whose imports take
+    """Returns the names of the Python modules of the chosen backends and engine, whose imports take
     seconds.
     """
-    found = [backend_of(config).module]
+    teachers = [each for each in config.algorithm.teachers if each.loads]
+    own = [config, *(config_of(config, teacher) for teacher in teachers)]
+    found = list(dict.fromkeys(backend_of(each).module for each in own))
     if (
         config.algorithm.task != "rl"
         or config.strategy == "separate"

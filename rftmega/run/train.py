@@ -1,17 +1,15 @@
 """Runs one process of a run, from data to an exported model."""
 
 from collections.abc import Callable, Sequence
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from rftmega.config import RunConfig
-from rftmega.config.capabilities import backend_of
 from rftmega.models.known_fields import ignore
+from rftmega.run.built_backend import built_backend
 
 if TYPE_CHECKING:
     from rftmega.core.types import Prompt
     from rftmega.data.tokenizer import Tokenizer
-    from rftmega.run.placement.backend import Backend
 
 Task = Callable[[RunConfig], int]
 """Trains as one process of a run. Returns its exit code."""
@@ -23,13 +21,6 @@ def task_of(config: RunConfig) -> Task:
     """
     ignore(config.model.ignore_config_fields)
     return reinforce if config.algorithm.task == "rl" else supervise
-
-
-def built_backend(config: RunConfig) -> "Backend":
-    """Returns the backend that builds the models; only the module of this backend is imported."""
-    chosen = backend_of(config)
-    backend: Backend = getattr(import_module(chosen.module), chosen.name)()
-    return backend
 
 
 def tokenizer_of(config: RunConfig, tools: Sequence[dict[str, Any]] = ()) -> "Tokenizer":

@@ -78,12 +78,13 @@ class Algorithm:
         config = self.config
         journal = Journal(stop) if config.checkpoint.every else None
         machinery: Machinery | Journaled = built if journal is None else Journaled(built, journal)
+        asked = self.asked(machinery)
         given = self.ptx(ptx) if ptx else None
         return PPOTrainer(
             engine=machinery.engine,
             weights=machinery.weights,
             reward=reward,
-            maker=self.maker(machinery.policy, machinery.critic, built.host, self.asked(machinery)),
+            maker=self.maker(machinery.policy, machinery.critic, built.host, asked),
             learner=self.learner(built.policy, built.critic, given, journal, built.host),
             sampling=StepSampling(
                 config.rollout.samples_per_prompt,
@@ -92,7 +93,7 @@ class Algorithm:
             ),
             parts=StepParts(
                 refill=self.refill(built.host),
-                replay=self.replay(machinery.policy, built.host),
+                replay=self.replay(machinery.policy, built.host, asked),
                 model_rewards=model_rewards(config.reward, machinery.scoring_models, built.host),
                 gate=self.gate(built),
                 late_scoring=config.late_scoring,
@@ -270,17 +271,24 @@ class Algorithm:
             return Replayed(engine, journal, max_staleness=most, order=read_order(order))
         return Asynchronous(engine, journal, max_staleness=most)
 
-    def replay(self, policy: Scorer, host: Host | None = None) -> ReplayMixer | None:
+    def replay(
+        self,
+        policy: Scorer,
+        host: Host | None = None,
+        teachers: Sequence[AskedTeacher] = (),
+    ) -> ReplayMixer | None:
         """Returns the mixer that trains again on completions of earlier steps, or None if replay is
-        off. `policy` computes the new old log-probs of these completions; `host` stores them, one
-        copy per host.
+        off. `policy` computes the new old log-probs of these completions, `teachers` teach them
+        again; `host` stores them, one copy per host.
         """
         chosen = self.chosen.replay
         if not chosen.max_age:
             return None
         buffer = ReplayBuffer(chosen.max_rows, host=host)
         own_routes = self.config.rollout.router_replay == "trainer"
-        return ReplayMixer(policy, buffer, max_age=chosen.max_age, own_routes=own_routes)
+        return ReplayMixer(
+            policy, buffer, max_age=chosen.max_age, own_routes=own_routes, teachers=teachers
+        )
 
     @property
     def aggregation(self) -> Aggregation:
@@ -300,6 +308,11 @@ class Algorithm:
                 for name, teacher in zip(names_of(chosen.teachers), chosen.teachers, strict=True)
                 if teacher.signal == "loss"
             },
+            sampled_teachers=[
+                name
+                for name, teacher in zip(names_of(chosen.teachers), chosen.teachers, strict=True)
+                if teacher.vocabulary == "sampled"
+            ],
             aggregation=self.aggregation,
         )
 

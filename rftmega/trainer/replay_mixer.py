@@ -1,5 +1,6 @@
 """ReplayMixer mixes experience of earlier steps into the experience of the current step."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,6 +11,8 @@ from rftmega.core.interfaces import Scorer
 from rftmega.core.ragged import Ragged
 from rftmega.core.types import Experience, Metrics
 from rftmega.trainer.experience.replay import ReplayBuffer
+from rftmega.trainer.experience.replayed_teachers import taught_again, with_every_teacher
+from rftmega.trainer.experience.teachers import AskedTeacher
 
 
 class ReplayMixer:
@@ -20,17 +23,24 @@ class ReplayMixer:
     clips starts at 1 as for new completions, and the importance weight, old over behaviour
     probability, corrects for the policy's change since then (the decoupled objective,
     arXiv:2110.00641, eq. 3, and arXiv:2505.24298, eq. 5), bounded by
-    `algorithm.importance_sampling`.
+    `algorithm.importance_sampling`. Teachers are asked again, so that one that is the policy itself
+    teaches with its current weights.
     """
 
     def __init__(
-        self, policy: Scorer, buffer: ReplayBuffer, *, max_age: int, own_routes: bool = False
+        self,
+        policy: Scorer,
+        buffer: ReplayBuffer,
+        *,
+        max_age: int,
+        own_routes: bool = False,
+        teachers: Sequence[AskedTeacher] = (),
     ):
         """`policy` computes the new old log-probs; `buffer` stores the completions of earlier
         steps. `own_routes`: ignore recorded expert routes and use those that the policy chooses
-        each time rows are scored.
+        each time rows are scored. `teachers`: those of the run.
         """
-        self.own_routes = own_routes
+        self.own_routes, self.teachers = own_routes, teachers
         self.policy, self.buffer, self.max_age = policy, buffer, max_age
         self._crowded_out = 0  # groups that the last `keep` dropped
 
@@ -48,11 +58,16 @@ class ReplayMixer:
         if not self.buffer.groups:
             return experience, metrics | {"replay_staleness": 0.0}
         once = self.buffer.host.once
-        earlier = once(lambda: Experience.join(self.buffer.groups))
+        earlier = once(
+            lambda: Experience.join(
+                with_every_teacher(group, self.teachers) for group in self.buffer.groups
+            )
+        )
         metrics["replay_staleness"] = once(lambda: _staleness(earlier, step))
         if self.own_routes:
             earlier = replace(earlier, routes=None)
         stats = self.policy.log_probs(earlier.rows)
+        earlier = taught_again(earlier, stats.logp, self.teachers, self.buffer.host)
         earlier = replace(earlier, old_logp=stats.logp, entropy=stats.entropy)
         if self.own_routes:
             earlier = replace(earlier, routes=stats.routes)
@@ -65,13 +80,16 @@ class ReplayMixer:
     def keep(self, experience: Experience[Ragged], group: Tensor) -> None:
         """Stores the groups of `experience` for later steps; `group`: the group number of each row.
 
-        Groups without a nonzero advantage in a trained token are left out.
+        Groups without a nonzero advantage in a trained token, and without a teacher in the loss,
+        are left out. What teachers said is not stored, except of the sampled tokens.
         """
         teaches = self.buffer.host.once(lambda: _teaches(experience))
         rows = [int(row) for row in range(len(group)) if bool(teaches[group == group[row]].any())]
         index = group.new_tensor(rows)
         self._crowded_out = (
-            self.buffer.append(experience.select(index), group[index]) if rows else 0
+            self.buffer.append(replace(experience, teachers=()).select(index), group[index])
+            if rows
+            else 0
         )
 
     def state(self) -> dict[str, Any]:
@@ -92,6 +110,11 @@ def _staleness(experience: Experience[Ragged], step: int) -> float:
 
 
 def _teaches(experience: Experience[Ragged]) -> Tensor:
-    """Returns [B] bool: True for rows with a nonzero advantage in a trained token."""
+    """Returns [B] bool: True for rows with a nonzero advantage in a trained token, and for those
+    that a teacher in the loss teaches.
+    """
     counts = (experience.advantage.flat != 0) & experience.mask.flat
-    return experience.mask.with_values(counts).sums() > 0
+    found = experience.mask.with_values(counts).sums() > 0
+    for scores in experience.teachers:
+        found = found | scores.taught
+    return found

@@ -16,11 +16,11 @@ from tests.ranks import run_ranks
 ROWS = [[5, 9, 2, 40, 7], [1, 2, 3]]
 
 
-def save_rwkv(folder: Path) -> Path:
+def save_rwkv(folder: Path, vocabulary: int = 64) -> Path:
     """A model of 4 layers that halves the output weights of every second one."""
     torch.manual_seed(0)
     config = RwkvConfig(
-        vocab_size=64,
+        vocab_size=vocabulary,
         hidden_size=32,
         num_hidden_layers=4,
         attention_hidden_size=32,

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.conftest import ROOT, Run, metrics_of
+from tests.e2e.test_loop import assert_memory_as_predicted
 from tests.tiny_models import save_tiny
 from tests.warm_command import run_warm
 
@@ -34,12 +35,20 @@ def with_domains(arithmetic: Path, folder: Path) -> Path:
     return file
 
 
+SAME = dict.fromkeys(("megatron", "fsdp"), "parallel: {tensor: 2}")
+OTHER = {
+    "megatron": "backend: fsdp, parallel: {tensor: 2}",
+    "fsdp": "backend: megatron, parallel: {pipeline: 2}",
+}
+
+
+@pytest.mark.parametrize("of_expert", [SAME, pytest.param(OTHER, marks=pytest.mark.ranks)])
 def test_both_backends_learn_the_same_from_several_teachers(
-    arithmetic: Path, teacher: Path, train: Run, tmp_path: Path
+    of_expert: dict[str, str], arithmetic: Path, teacher: Path, train: Run, tmp_path: Path
 ) -> None:
     data = with_domains(arithmetic, tmp_path)
+    expert = f"name: expert, path: {teacher}, when: {{domain: a}}"
     teachers = [
-        f"{{name: expert, path: {teacher}, when: {{domain: a}}, parallel: {{tensor: 2}}}}",
         "{name: hinted, path: self, prompt: hint, vocabulary: top_k, top_k: 4, divergence: jsd}",
         f"{{name: scorer, path: {teacher}, vocabulary: sampled, signal: advantage, weight: 0.1}}",
     ]
@@ -50,16 +59,20 @@ def test_both_backends_learn_the_same_from_several_teachers(
             arithmetic / "run.yaml",
             *PLAIN,
             f"data.train={data}",
-            f"algorithm.teachers=[{', '.join(teachers)}]",
+            f"algorithm.teachers=[{{{expert}, {of_expert[backend]}}}, {', '.join(teachers)}]",
             f"backend={backend}",
             layout,
             f"trainer.output={output}",
             *("--processes", "2"),
         )
         assert done.returncode == 0, done.stderr[-2000:]
+        computed_by = of_expert[backend].partition("backend: ")[2].partition(",")[0] or backend
+        assert f"expert: {teacher}, backend {computed_by}, " in done.stdout
         found[backend] = metrics_of(output)[1:]
     first, other = found["megatron"], found["fsdp"]
     names = ("expert_divergence", "hinted_divergence", "scorer_log_ratio", "loss", "grad_norm")
+    for step in (*first, *other):
+        assert_memory_as_predicted(step)
     for one, two in zip(first, other, strict=True):
         for name in names:
             assert one[name] == pytest.approx(two[name], rel=1e-3, abs=1e-6), name
@@ -134,3 +147,32 @@ def test_right_completions_of_an_evaluation_are_data_for_fine_tuning(
         f"trainer.output={tmp_path / 'sft'}",
     )
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+@pytest.mark.ranks
+def test_teachers_of_replayed_completions_go_on_after_a_resume(
+    arithmetic: Path, teacher: Path, train: Run, tmp_path: Path
+) -> None:
+    teachers = [
+        f"{{name: expert, path: {teacher}, weight: 0.1}}",
+        "{name: hinted, path: self, prompt: hint, vocabulary: top_k, top_k: 4}",
+        f"{{name: scorer, path: {teacher}, vocabulary: sampled, signal: advantage, weight: 0.1}}",
+    ]
+    given = [
+        *(arithmetic / "run.yaml", *PLAIN[:2], "data.eval="),
+        *(f"data.train={with_domains(arithmetic, tmp_path)}", "parallel.tensor=1"),
+        *(f"algorithm.teachers=[{', '.join(teachers)}]", "checkpoint.every=1"),
+        *("algorithm.replay.max_age=1", "algorithm.importance_sampling=token"),
+    ]
+    for name, *options in (
+        ("whole", "trainer.steps=3"),
+        ("parts", "trainer.steps=2"),
+        ("parts", "trainer.steps=3", "checkpoint.resume=auto"),
+    ):
+        done = train(*given, f"trainer.output={tmp_path / name}", *options)
+        assert done.returncode == 0, done.stderr[-2000:]
+    whole, parts = (metrics_of(tmp_path / name)[-1] for name in ("whole", "parts"))
+    assert whole["step"] == parts["step"] == 3
+    assert whole["replay_rows"] > 0
+    for name in ("loss", "grad_norm", "expert_divergence", "hinted_divergence"):
+        assert parts[name] == whole[name] != 0, name

@@ -379,8 +379,9 @@ class ModelRunner:
         """
         whole = whole or self.gives_values
         parts = [experience.select(index) for index in planned.indices]
-        # a loss reads neither
-        bare = [replace(part, routes=None, teacher_logp={}).padded() for part in parts]
+        # a loss reads none of these
+        unread: dict[str, Any] = {"routes": None, "teacher_logp": {}, "teacher_prompts": {}}
+        bare = [replace(part, **unread).padded() for part in parts]
         terms = self._terms_of(experience)
         return [
             MicroBatch(

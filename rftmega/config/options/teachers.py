@@ -77,6 +77,11 @@ class Teacher:
     taught only if this is higher than the mean reward of its completions. Empty: no gate.
     """
 
+    backend: Literal["auto", "megatron", "fsdp"] = "auto"
+    """Backend that computes the teacher; auto: the run's. fsdp takes any decoder of transformers,
+    megatron has pipeline, context and expert parallelism.
+    """
+
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
 
     @property

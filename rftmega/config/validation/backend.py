@@ -17,14 +17,19 @@ def backend(config: RunConfig, world_size: int) -> list[str]:
     sections = ["", "critic."] if of_critic else [""]
     found = []
     for section in sections:
-        if backend_of(config).layouts:
-            found += _megatron(config, section)
-            found += _fp8(config, section)
-        else:
-            found += _fsdp(config, section, world_size)
+        found += of_section(config, section, world_size)
     if not backend_of(config).layouts:
         found += _models(config)
     return list(dict.fromkeys(found))
+
+
+def of_section(config: RunConfig, section: str, world_size: int) -> list[str]:
+    """Returns the problems of the layout and optimizer of one model with the chosen backend;
+    `section`: "critic." for the critic's options, "" for the policy's.
+    """
+    if backend_of(config).layouts:
+        return _megatron(config, section) + _fp8(config, section)
+    return _fsdp(config, section, world_size)
 
 
 def _megatron(config: RunConfig, section: str) -> list[str]:

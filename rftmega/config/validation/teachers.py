@@ -3,9 +3,10 @@
 from pathlib import Path
 
 from rftmega.config.addresses import address_of
-from rftmega.config.capabilities import backend_of
 from rftmega.config.options.teachers import Teacher, names_of
 from rftmega.config.schema import RunConfig
+from rftmega.config.teacher_config import config_of
+from rftmega.config.validation.backend import of_section
 from rftmega.config.validation.layout import layout
 
 PLAIN = Teacher()
@@ -23,10 +24,12 @@ def teachers(config: RunConfig, world_size: int) -> list[str]:
         reasons = _source(teacher) + _comparison(teacher) + _run(config, teacher)
         if teacher.loads:
             reasons += _layout(config, teacher, world_size)
-        elif teacher.parallel != PLAIN.parallel:
-            reasons.append(
-                "parallel is for a teacher with a folder as path: nothing else reads it."
-            )
+        else:
+            reasons += [
+                f"{option} is for a teacher with a folder as path: nothing else reads it."
+                for option in ("backend", "parallel")
+                if getattr(teacher, option) != getattr(PLAIN, option)
+            ]
         found += [f"algorithm.teachers: {name}: {reason}" for reason in reasons]
     learns = any(teacher.signal == "loss" for teacher in algorithm.teachers)
     if algorithm.policy_loss.type == "none" and not learns:
@@ -95,10 +98,6 @@ def _run(config: RunConfig, teacher: Teacher) -> list[str]:
             f"prompt={teacher.prompt} with environment.type={config.environment.type}: the environment makes prompts of its "
             "own. Take environment.type=single_turn, or leave prompt out."
         )
-    if (age := config.algorithm.replay.max_age) > 0:
-        found.append(
-            f"a teacher with algorithm.replay.max_age={age}: the buffer does not store what teachers say. Set it to 0."
-        )
     return found
 
 
@@ -106,10 +105,4 @@ def _layout(config: RunConfig, teacher: Teacher, world_size: int) -> list[str]:
     found = layout(teacher.parallel, world_size)
     if not (Path(teacher.path) / "config.json").is_file():
         found.append(f"path={teacher.path} holds no config.json. Give a Hugging Face folder.")
-    if not backend_of(config).layouts:
-        for name in ("pipeline", "context", "expert", "expert_tensor", "virtual_pipeline"):
-            if getattr(teacher.parallel, name) != getattr(PLAIN.parallel, name):
-                found.append(
-                    f"parallel.{name}={getattr(teacher.parallel, name)} needs backend=megatron. Leave it out."
-                )
-    return found
+    return found + of_section(config_of(config, teacher), "", world_size)

@@ -26,14 +26,13 @@ def predicted(config: RunConfig, world: World) -> Predicted:
     """
     auto = str(device.current().train_dtype).removeprefix("torch.")
     models = models_of(config, auto=auto, narrow_whole=uses_transformer_engine())
-    if not backend_of(config).layouts:  # gradients are freed before a phase ends
-        phases = resident(models, config, world.size, dict.fromkeys(models, 0))
-        return {phase: parts | {GRADIENTS: 0} for phase, parts in phases.items()}
     stages = {
         name: place_of(world.rank, world.size, planned.parallel).stage
         for name, planned in models.items()
     }
     phases = resident(models, config, world.size, stages)
+    if not backend_of(config).layouts:  # gradients are freed before a phase ends
+        return {phase: parts | {GRADIENTS: 0} for phase, parts in phases.items()}
     if "push" in phases:
         phases["push"] = phases["push"] | {
             "push_buffers": push_buffers(models[POLICY], config, world.size)[world.rank]

@@ -2,17 +2,18 @@
 
 import logging
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
-from rftmega.config import LoRA, RunConfig
-from rftmega.config.options.teachers import Teacher, names_of
+from rftmega.config import RunConfig
+from rftmega.config.options.teachers import names_of
+from rftmega.config.teacher_config import config_of
 from rftmega.core.interfaces import TeacherScorer
 from rftmega.core.teacher_scores import TeacherRequest, TeacherScores
 from rftmega.core.types import Rows
 from rftmega.models.kernels.linear_divergence import DivergenceKind
 from rftmega.models.kernels.teacher_terms import TeacherTerm
 from rftmega.rollout.servers.served_teacher import ServedTeacher
+from rftmega.run.built_backend import built_backend
 from rftmega.run.placement.backend import Backend, TrainablePolicy
 from rftmega.run.placement.phases import POLICY, DevicePhases
 from rftmega.runtime.parallel.process_group import World
@@ -20,29 +21,22 @@ from rftmega.runtime.parallel.process_group import World
 log = logging.getLogger(__name__)
 
 
-def config_of(config: RunConfig, teacher: Teacher) -> RunConfig:
-    """Returns the config from which a teacher is built: its own folder and layout, and nothing that
-    is only for a model that learns.
-    """
-    model = replace(config.model, path=teacher.path, lora=LoRA(), dropout=0.0)
-    kl = replace(config.algorithm.kl, coef=0.0)
-    algorithm = replace(config.algorithm, kl=kl, ema_beta=0.0)
-    rollout = replace(config.rollout, router_replay="none")
-    return replace(
-        config, model=model, algorithm=algorithm, rollout=rollout, parallel=teacher.parallel
-    )
-
-
 def build(config: RunConfig, backend: Backend, *, is_main: bool) -> dict[str, TrainablePolicy]:
-    """Builds the teachers that the run itself holds; returns name -> model."""
+    """Builds the teachers that the run itself holds; returns name -> model. `backend`: the run's;
+    a teacher may have another one.
+    """
     found = {}
     teachers = config.algorithm.teachers
     for name, teacher in zip(names_of(teachers), teachers, strict=True):
         if not teacher.loads:
             continue
-        found[name] = backend.teacher(config_of(config, teacher))
+        own = config_of(config, teacher)
+        builder = backend if own.backend == config.backend else built_backend(own)
+        found[name] = builder.teacher(own)
         if is_main:
-            log.info("%s: %s, %s", name, found[name].path, found[name].layout)
+            log.info(
+                "%s: %s, backend %s, %s", name, found[name].path, own.backend, found[name].layout
+            )
     return found
 
 

@@ -2,9 +2,13 @@
 micro-batches.
 """
 
+from collections.abc import Mapping
+
 from rftmega.config import RunConfig
+from rftmega.config.options.teachers import names_of
 from rftmega.core.expert_routes import kind_of
 from rftmega.model_providers.description import Experts
+from rftmega.run.planning.models import PlannedModel
 
 COMPLETIONS = 4 + 1 + 4 + 4  # bytes per token: id, mask, log-prob, version of the policy
 NUMBER = 4  # bytes of a log-prob, an entropy, a value, an advantage
@@ -36,12 +40,30 @@ def of_routes(config: RunConfig, experts: Experts | None) -> int:
     return len(experts.layers) * experts.active * kind_of(experts.number).itemsize
 
 
-def on_each_host(config: RunConfig, experts: Experts | None = None) -> dict[str, int]:
-    """Returns kind -> bytes of host memory that all processes of a host share: "rollout" (tokens
-    and their data), "at_work" (while the log-prob mismatch is computed), "replay" (the replay
-    buffer).
+def of_teachers(config: RunConfig, models: Mapping[str, PlannedModel]) -> int:
+    """Returns the bytes per trained token that teachers say of it, if every row is taught; `models`:
+    the run's models by name.
+    """
+    teachers, found = config.algorithm.teachers, 0
+    for name, teacher in zip(names_of(teachers), teachers, strict=True):
+        found += NUMBER
+        if teacher.vocabulary == "top_k":
+            found += NUMBER * (2 * teacher.top_k + 1)
+        if teacher.vocabulary == "full" and name in models:
+            found += models[name].itemsize * models[name].model.hidden
+    return found
 
-    `experts`: experts of the policy, None if it is dense.
+
+def on_each_host(
+    config: RunConfig,
+    experts: Experts | None = None,
+    models: Mapping[str, PlannedModel] | None = None,
+) -> dict[str, int]:
+    """Returns kind -> bytes of host memory that all processes of a host share: "rollout" (tokens
+    and their data), "at_work" (while the log-prob mismatch is computed), "teachers" (what they say
+    of the trained tokens), "replay" (the replay buffer).
+
+    `experts`: experts of the policy, None if it is dense. `models`: the run's models by name.
     """
     chosen, tokens = config.algorithm, tokens_of(config)
     if chosen.task != "rl":
@@ -49,14 +71,21 @@ def on_each_host(config: RunConfig, experts: Experts | None = None) -> dict[str,
     trained = 1 + chosen.advantage.needs_critic  # advantages, returns
     row = COMPLETIONS + NUMBER * (scored(config) + trained) + chosen.drop_truncated
     row += of_routes(config, experts)
+    row += NUMBER * len(chosen.teachers)  # their log-probs, of every token
     found = {"rollout": row * tokens, "at_work": AT_WORK * tokens}
+    if told := of_teachers(config, models or {}):
+        responses = tokens * config.rollout.max_response_tokens // config.rollout.max_row_tokens
+        found["teachers"] = told * responses
     if chosen.replay.max_age:
         rows = config.trainer.prompts_per_step * config.rollout.samples_per_prompt
         kept = min(
             chosen.replay.max_rows or rows * chosen.replay.max_age, rows * chosen.replay.max_age
         )
         # as stored, and joined with the step's own rows for training
-        found["replay"] = row * tokens // rows * (2 * kept + rows)
+        several = 2 * kept + rows
+        found["replay"] = row * tokens // rows * several
+        if "teachers" in found:
+            found["teachers"] += found["teachers"] // rows * several
     return found
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rftmega.config import ParallelConfig, RunConfig
+from rftmega.config.options.teachers import names_of
 from rftmega.config.tree import value_of
 from rftmega.config.validation import violations
 from rftmega.core.errors import CheckpointError
@@ -90,7 +91,7 @@ def misfits(
                 worst[phase] = Misfit(_said(phase, number, parts, budget), over, phase)
         held = sum(on_host(models, config, world, place).values())
         hosts = max(hosts, held * min(world, machine.speeds.node))
-    hosts += sum(on_each_host(config, models[POLICY].model.experts).values())
+    hosts += sum(on_each_host(config, models[POLICY].model.experts, models).values())
     if machine.host and hosts > machine.host:
         found.append(
             Misfit(
@@ -141,13 +142,16 @@ def changed(config: RunConfig, changes: Mapping[str, Any]) -> RunConfig:
 
 
 def laid_out(models: Mapping[str, PlannedModel], config: RunConfig) -> dict[str, PlannedModel]:
-    """Returns copies of the models with the layouts and optimizers of `config`, by name."""
+    """Returns copies of the models with the layouts and optimizers of `config`, by name; teachers
+    keep their own layouts.
+    """
     own = {
+        POLICY: (config.parallel, config.optimizer),
         "critic": (config.critic.parallel, config.critic.optimizer),
         **dict.fromkeys(config.reward.scoring_models(), (config.parallel, None)),
     }
     return {
-        name: planned.with_layout(*own.get(name, (config.parallel, config.optimizer)))
+        name: planned.with_layout(*own[name]) if name in own else planned
         for name, planned in models.items()
     }
 
@@ -157,8 +161,11 @@ def refused(models: Mapping[str, PlannedModel], config: RunConfig, machine: Mach
     not checked. `models`: the run's models by name.
     """
     found = violations(config, machine.trainers(config), data=False)
+    teachers = names_of(config.algorithm.teachers)
     for name, planned in models.items():
         parallel: ParallelConfig = config.critic.parallel if name == "critic" else config.parallel
+        if name in teachers:
+            parallel = planned.parallel
         if planned.groups is None:
             found += layout_violations(planned.model, parallel)
             continue

@@ -225,7 +225,8 @@ def on_host(
     policy, found = models[POLICY], Bytes()
     elements, itemsize = _held(policy, world, stages[POLICY])
     there = config.parallel.cpu_offload
-    offloads = config.algorithm.task == "rl" and config.trainer.offload and not there
+    stay = [name for name, planned in models.items() if planned.parallel.cpu_offload]
+    offloads = config.algorithm.task == "rl" and config.trainer.offload
     held = {name: states(planned, world, stages[name]) for name, planned in models.items()}
     # gradients are freed, not moved
     moved = {name: sum(parts.values()) - parts[GRADIENTS] for name, parts in held.items()}
@@ -234,10 +235,10 @@ def on_host(
     if config.algorithm.ema_beta > 0:
         # plus a buffer for the weights of an optimizer step
         found["average"] = elements * (4 + itemsize)
-    if found and not offloads and not there:
+    if found and not (offloads or there):
         found["policy"] = elements * itemsize  # stored here while the device holds others
-    if there:
-        found["sharded"] = sum(sum(parts.values()) for parts in held.values())
+    if stay:
+        found["sharded"] = sum(sum(held[name].values()) for name in stay)
     # of the first of identical holders, which writes; kept for the next save
     if config.checkpoint.every:
         found["checkpoint"] = elements * 4 if config.algorithm.ema_beta > 0 else 0
@@ -247,9 +248,9 @@ def on_host(
                 wider = held[name][ADAM] * (MOMENTS["float32"] / MOMENTS[optimizer.states] - 1)
                 frozen = frozen_bytes(planned, stages[name]) + sharded.frozen_bytes(planned, world)
                 found["checkpoint"] += moved[name] - frozen + int(wider)
-    if offloads:
+    if offloads and len(stay) < len(models):
         shared = shared_bytes(models, stages)
-        found["offload"] = sum(moved.values()) - shared
+        found["offload"] = sum(moved[name] for name in models.keys() - stay) - shared
         if config.model.lora.base_on_host == "int8":
             own = [name for name, planned in models.items() if planned.adapted]
             for name in own[:1] if shared else own:

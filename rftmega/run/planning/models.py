@@ -10,6 +10,7 @@ from rftmega.backends.decoder.gathered_groups import Groups, read_groups
 from rftmega.config import LoRA, OptimizerConfig, ParallelConfig, RunConfig
 from rftmega.config.capabilities import backend_of
 from rftmega.config.options.teachers import names_of
+from rftmega.config.teacher_config import config_of
 from rftmega.converters import Rule, table
 from rftmega.converters.adapters import AdaptedLayer, adapted_layers
 from rftmega.core.errors import CheckpointError
@@ -78,12 +79,17 @@ def models_of(
     itemsize = BYTES[auto if config.model.dtype == "auto" else config.model.dtype]
 
     def planned(
-        path: str, parallel: ParallelConfig, optimizer: OptimizerConfig | None, *, value: bool
+        path: str,
+        parallel: ParallelConfig,
+        optimizer: OptimizerConfig | None,
+        *,
+        value: bool,
+        given: RunConfig = config,
     ) -> PlannedModel:
         lora = config.model.lora if optimizer else LoRA()
         model, rules, groups = (
             _sharded(path, parallel.tensor, lora, value=value)
-            if backend_of(config).any_decoder
+            if backend_of(given).any_decoder
             else (*_of_a_family(path, value=value), None)
         )
         return PlannedModel(
@@ -117,7 +123,8 @@ def models_of(
     teachers = config.algorithm.teachers
     for name, teacher in zip(names_of(teachers), teachers, strict=True):
         if teacher.loads:
-            found[name] = planned(teacher.path, teacher.parallel, None, value=False)
+            own = config_of(config, teacher)
+            found[name] = planned(teacher.path, teacher.parallel, None, value=False, given=own)
     return found
 
 

@@ -19,7 +19,12 @@ from rftmega.core.interfaces import Host, OneProcess, Scorer, ValueScorer
 from rftmega.core.ragged import Ragged
 from rftmega.core.teacher_scores import TeacherScores
 from rftmega.core.types import Experience, Metrics, RowsOfRollouts, Samples
-from rftmega.trainer.experience.teachers import AskedTeacher, advantage_of, logp_of
+from rftmega.trainer.experience.teachers import (
+    AskedTeacher,
+    advantage_of,
+    logp_of,
+    prompts_of,
+)
 
 
 class ExperienceMaker:
@@ -123,6 +128,11 @@ class ExperienceMaker:
             teacher_logp={
                 each.name: self.host.once(partial(logp_of, own, taught))
                 for own, each in zip(scores, self.teachers, strict=True)
+            },
+            teacher_prompts={
+                each.name: self.host.once(partial(prompts_of, each.number, samples))
+                for each in self.teachers
+                if each.chosen.prompt and self.chosen.replay.max_age
             },
         )
 

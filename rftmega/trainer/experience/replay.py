@@ -90,7 +90,7 @@ class ReplayBuffer:
                 {
                     each.name: _packed(getattr(group, each.name))
                     for each in fields(group)
-                    if not each.name.startswith("teacher")  # validation refuses them here
+                    if each.name != "teachers"  # they are asked again
                 }
                 for group in self.groups
             ]
@@ -104,7 +104,7 @@ class ReplayBuffer:
             {
                 NAMES.get(name, name): _unpacked(value)
                 for name, value in group.items()
-                if not name.startswith("teacher")
+                if name != "teachers"
             }
             for group in given
         ]
@@ -115,6 +115,8 @@ class ReplayBuffer:
 def _packed(value: Any) -> Any:
     if isinstance(value, RowImages):
         return {"images": value.state()}
+    if isinstance(value, dict):
+        return {"columns": {name: _packed(column) for name, column in value.items()}}
     return {"values": value.flat, "lengths": value.lengths} if isinstance(value, Ragged) else value
 
 
@@ -124,7 +126,9 @@ def _unpacked(value: Any) -> Any:
         and (known := value.get("images", value.get("pictures"))) is not None
     ):
         return RowImages.from_state(known)
-    return Ragged.packed(**value) if isinstance(value, dict) else value
+    if isinstance(value, dict) and "columns" in value:
+        return {name: _unpacked(column) for name, column in value["columns"].items()}
+    return Ragged.packed(**value) if isinstance(value, dict) and "lengths" in value else value
 
 
 def oldest(experience: Experience[Ragged]) -> int:

@@ -29,10 +29,18 @@ class AskedTeacher:
 
     def scores(self, samples: Samples[Ragged], mask: Ragged, host: Host) -> TeacherScores:
         """Returns the teacher's numbers for the tokens of `mask`, in the rows that it teaches."""
-        rows, taught = host.once(lambda: _asked_rows(self.number, self.chosen, samples, mask))
+        return self._told(*host.once(lambda: _asked_rows(self.number, self.chosen, samples, mask)))
+
+    def again(self, experience: Experience[Ragged], host: Host) -> TeacherScores:
+        """Returns the teacher's present numbers for rows of earlier steps, of those that it taught
+        then.
+        """
+        return self._told(*host.once(lambda: _rows_asked_again(self.name, experience)))
+
+    def _told(self, rows: Rows[Ragged], taught: Tensor) -> TeacherScores:
+        """Returns the scores of `rows`, those that are True in `taught` [B], as scores of B rows."""
         request = TeacherRequest(self.chosen.vocabulary, self.chosen.top_k)
-        found = self.scorer.teach(rows, request)
-        return _of_all_rows(found, taught)
+        return _of_all_rows(self.scorer.teach(rows, request), taught)
 
 
 def _of_all_rows(found: TeacherScores, taught: Tensor) -> TeacherScores:
@@ -65,6 +73,33 @@ def _asked_rows(
         for prompt in [samples.prompts[row] for row in places.tolist()]
     ]
     return _with_prompts(rows.select(places), own), taught
+
+
+def _rows_asked_again(name: str, experience: Experience[Ragged]) -> tuple[Rows[Ragged], Tensor]:
+    """Returns the rows that teacher `name` taught, with its own prompts, and which rows of
+    `experience` they are, [B] bool.
+    """
+    logp = experience.teacher_logp[name]
+    taught = logp.with_values(~logp.flat.isnan()).sums() > 0
+    places = taught.nonzero()[:, 0]
+    rows = replace(experience.rows, routes=None).select(places)
+    if name not in experience.teacher_prompts:
+        return rows, taught
+    prompts = experience.teacher_prompts[name].select(places)
+    own = [
+        (Prompt(tuple(tokens[:length].tolist())), tuple(prompt.tolist()))
+        for tokens, length, prompt in zip(
+            rows.tokens, rows.prompt_lengths.tolist(), prompts, strict=True
+        )
+    ]
+    return _with_prompts(rows, own), taught
+
+
+def prompts_of(number: int, samples: Samples[Ragged]) -> Ragged:
+    """Returns the prompt of teacher `number` of each row as token ids; empty where it has none."""
+    own = [prompt.teachers[number] if prompt.teachers else None for prompt in samples.prompts]
+    ids = [() if taught is None else taught.token_ids for taught in own]
+    return Ragged.of([torch.tensor(each, dtype=torch.int32) for each in ids])
 
 
 def _own(prompt: Prompt, number: int) -> tuple[int, ...]:

@@ -1,5 +1,6 @@
 import math
 from dataclasses import replace
+from typing import Literal
 
 import pytest
 import torch
@@ -7,8 +8,10 @@ from torch import Tensor
 
 from rftmega.algorithms.aggregation import AGGREGATIONS, sequence_mean, token_mean
 from rftmega.algorithms.losses import policy_loss
-from rftmega.config.options.algorithms import Clip
+from rftmega.config.options.algorithms import Clip, NoPolicyLoss, TokenImportance
 from rftmega.core.types import Experience, TokenStats
+from rftmega.models.kernels.linear_divergence import DivergenceKind
+from rftmega.models.kernels.teacher_terms import sampled_divergence
 
 
 def experience_of(
@@ -165,3 +168,35 @@ def test_the_entropy_bonus_pushes_entropy_up() -> None:
     ((loss.value * loss.weight).sum() / loss.count).backward()
     expected = -0.5 * experience.mask / experience.mask.sum()
     torch.testing.assert_close(entropy.grad, expected)
+
+
+@pytest.mark.parametrize("name", ["reverse_kl", "forward_kl"])
+def test_a_divergence_of_sampled_tokens_is_right_on_average_over_tokens_of_another_policy(
+    name: Literal["reverse_kl", "forward_kl"],
+) -> None:
+    """All tokens of a vocabulary, each as often as the policy of an earlier step samples it."""
+    torch.manual_seed(0)
+    logits = torch.randn(6, dtype=torch.float64, requires_grad=True)
+    log_p = logits.log_softmax(-1)
+    log_q, log_b = (torch.randn(6, dtype=torch.float64).log_softmax(-1) for _ in range(2))
+    pair = (log_p, log_q) if name == "reverse_kl" else (log_q, log_p)
+    exact = (pair[0].exp() * (pair[0] - pair[1])).sum()
+    (wanted,) = torch.autograd.grad(exact, logits, retain_graph=True)
+    experience = replace(
+        experience_of([[0.0]] * 6, [2] * 6, [[0.0]] * 6),
+        old_logp=log_p.detach()[:, None],
+        behaviour_logp=log_b[:, None],
+        reference_logp=None,
+    )
+    loss_fn = policy_loss(
+        options=NoPolicyLoss(),
+        correction=TokenImportance(cap=1e9),
+        teachers={"expert": 0.5},
+        sampled_teachers=["expert"],
+    )
+    divergence = sampled_divergence(log_p, log_q, DivergenceKind(name))
+    loss = loss_fn(
+        TokenStats(log_p[:, None], None, divergence=divergence[:, None, None]), experience
+    )
+    (found,) = torch.autograd.grad((log_b.exp() * loss.value[:, 0]).sum(), logits)
+    torch.testing.assert_close(found, 0.5 * wanted)

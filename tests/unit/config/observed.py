@@ -488,12 +488,12 @@ def value_model(config: RunConfig) -> RunConfig:
 
 
 def taught_by(config: RunConfig) -> Seen:
-    """The folders and layouts of the teachers that the strategy builds."""
+    """The folders, backends and layouts of the teachers that the strategy builds."""
     seen: Seen = []
 
     class Backend:
         def teacher(self, own: RunConfig) -> Any:
-            seen.append((own.model.path, own.parallel))
+            seen.append((own.model.path, own.backend, own.parallel))
 
     build_teachers(config, Backend(), is_main=False)  # type: ignore[arg-type]
     return seen

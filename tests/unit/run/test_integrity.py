@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from rftmega.config import ModelConfig, RewardConfig, RunConfig
+from rftmega.config.options.teachers import Teacher
 from rftmega.core.errors import CheckpointError
 from rftmega.models.hf.checksums import CHECKSUMS, known_sums, sum_of
 from rftmega.models.hf.hf_folder import copy_companions
@@ -192,14 +193,18 @@ def test_a_download_to_a_folder_has_them_in_its_notes(tmp_path: Path) -> None:
 
 def test_every_model_of_the_run_is_looked_at(tmp_path: Path) -> None:
     policy, judge = save_tiny(tmp_path / "policy", "llama"), save_tiny(tmp_path / "judge", "qwen3")
+    teacher = save_tiny(tmp_path / "teacher", "llama")
     config = RunConfig(
         model=ModelConfig(path=str(policy), verify=True),
         reward=RewardConfig(model=1.0, model_path=str(judge)),
     )
+    config.algorithm.teachers = [Teacher(path=str(teacher)), Teacher(path="self", prompt="hint")]
     verify_models(ALONE, config)
-    flip(judge / "model.safetensors")
-    with pytest.raises(CheckpointError, match=str(judge)):
-        verify_models(ALONE, config)
+    for folder in (judge, teacher):
+        flip(folder / "model.safetensors")
+        with pytest.raises(CheckpointError, match=str(folder)):
+            verify_models(ALONE, config)
+        flip(folder / "model.safetensors")
 
 
 def test_hosts_that_hold_different_files_are_named_at_the_first_start() -> None:

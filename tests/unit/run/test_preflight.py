@@ -8,6 +8,7 @@ from safetensors.torch import load_file
 
 from rftmega.config import DataConfig, ModelConfig, ParallelConfig, RolloutConfig, RunConfig
 from rftmega.config.options.algorithms import GAE, TokenImportance
+from rftmega.config.options.teachers import Teacher
 from rftmega.core.errors import ConfigError
 from rftmega.model_providers.installed import Installed
 from rftmega.models.hf.export_folder import MARK
@@ -69,6 +70,28 @@ def test_an_output_head_that_fsdp_has_no_log_probs_of_is_told_before_a_run(tmp_p
         ConfigError, match="ModernBertDecoderForCausalLM can't be trained with back"
     ):
         preflight(config, 1)
+
+
+def test_a_teacher_is_checked_and_described_for_its_own_backend(tmp_path: Path) -> None:
+    config = config_of(tmp_path, "qwen3", P(pipeline=2), "scripted")
+    (tmp_path / "teacher").mkdir()
+    teacher = Teacher(path=str(save_decoder(tmp_path / "teacher", "cohere")), name="expert")
+    config.algorithm.teachers = [teacher]
+    with pytest.raises(ConfigError, match="algorithm.teachers: expert: path: .*cohere"):
+        preflight(config, 2)
+    teacher.backend = "fsdp"
+    preflight(config, 2)
+    assert "expert      cohere, " in checks.dry_run(config, 2)
+    assert "parameters, backend fsdp, 1 replica(s), each over 2" in checks.dry_run(config, 2)
+    modules = checks.slow_modules(config)
+    assert modules == ["rftmega.backends.megatron", "rftmega.backends.fsdp.backend"]
+    teacher.parallel = P(tensor=4)  # it has 2 key-value heads
+    with pytest.raises(ConfigError, match="parallel.tensor=4 does not divide the 2 heads"):
+        preflight(config, 4)
+    teacher.parallel = P()
+    save_tiny_of("modernbert-decoder", tmp_path / "teacher")
+    with pytest.raises(ConfigError, match="expert: path=.*ModernBertDecoderForCausalLM can't be"):
+        preflight(config, 2)
 
 
 @pytest.mark.parametrize(

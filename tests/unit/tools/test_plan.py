@@ -127,3 +127,19 @@ def test_what_cannot_be_planned_is_refused(
 ) -> None:
     assert plan.main(given("llama-3-70b", *more)) == 2
     assert complaint in capsys.readouterr().err
+
+
+def test_teachers_are_planned_with_their_own_backends(capsys: pytest.CaptureFixture[str]) -> None:
+    folder = "path: examples/planning/llama-3-70b"
+    teachers = [
+        f"{{name: expert, {folder}, backend: fsdp, parallel: {{replicas: 2}}}}",
+        f"{{name: other, {folder}, vocabulary: sampled, parallel: {{tensor: 4, pipeline: 2}}}}",
+    ]
+    asked = given("llama-3-70b", f"algorithm.teachers=[{', '.join(teachers)}]", "--no-search")
+    assert plan.main(asked) == 0
+    said = capsys.readouterr().out
+    assert "\nexpert   backend fsdp, 2 replica(s) of FSDP over 32, ZeRO-3\n" in said
+    assert "\nother    backend megatron, TP4 x PP2 x DP8\n" in said
+    assert "\nscore_expert " in said
+    assert "\nscore_other " in said
+    assert ", teachers " in said

@@ -48,6 +48,15 @@ REFUSED = [
     (Teacher(path="X", discount=0.5), "discount=0.5 needs signal=advantage"),
     (Teacher(path="X", parallel=ParallelConfig(tensor=3)), "parallel.tensor = 3 does not"),
     (replace(SERVED, parallel=ParallelConfig(tensor=2)), "parallel is for a teacher with a folder"),
+    (replace(SERVED, backend="fsdp"), "backend is for a teacher with a folder"),
+    (
+        Teacher(path="X", backend="fsdp", parallel=ParallelConfig(context=2)),
+        "parallel.context=2 needs backend=megatron",
+    ),
+    (
+        Teacher(path="X", parallel=ParallelConfig(replicas=2)),
+        "parallel.replicas=2 needs backend=fsdp",
+    ),
 ]
 
 
@@ -90,16 +99,16 @@ def test_a_prompt_of_the_teacher_needs_a_prompt_of_the_data(folder: str) -> None
     assert "makes prompts of its own" in problems(given, environment=Tools())
 
 
-def test_replayed_rows_have_no_teacher(folder: str) -> None:
-    config = RunConfig()
-    config.algorithm.teachers = [Teacher(path=folder)]
-    config.algorithm.replay.max_age = 3
-    assert "a teacher with algorithm.replay.max_age=3" in "\n".join(teachers(config, 2))
-
-
 def test_a_layout_of_megatron_is_refused_for_another_backend(folder: str) -> None:
     given = Teacher(path=folder, parallel=ParallelConfig(pipeline=2))
     assert "parallel.pipeline=2 needs backend=megatron" in problems(given, backend="fsdp")
+
+
+def test_a_layout_is_checked_for_the_backend_of_the_teacher(folder: str) -> None:
+    pipeline = Teacher(path=folder, backend="megatron", parallel=ParallelConfig(pipeline=2))
+    replicas = Teacher(path=folder, backend="fsdp", parallel=ParallelConfig(replicas=2))
+    assert problems(pipeline, backend="fsdp") == ""
+    assert problems(replicas, backend="megatron") == ""
 
 
 @pytest.mark.parametrize("signal", ["loss", "advantage"])

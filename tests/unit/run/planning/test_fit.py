@@ -17,7 +17,17 @@ from rftmega.config import (
     TrainerConfig,
 )
 from rftmega.config.options.algorithms import GAE
-from rftmega.run.planning.fit import Machine, changed, laid_out, misfits, push_bound, refused
+from rftmega.config.options.teachers import Teacher
+from rftmega.run.planning.data_plane import on_each_host
+from rftmega.run.planning.fit import (
+    Machine,
+    changed,
+    laid_out,
+    misfits,
+    push_bound,
+    refused,
+    stages_of,
+)
 from rftmega.run.planning.memory import Budget, on_host, resident
 from rftmega.run.planning.models import POLICY, models_of
 from rftmega.run.planning.search import found_layout
@@ -180,3 +190,50 @@ def test_where_nothing_fits_nothing_is_proposed() -> None:
     assert found.proposal is None
     assert found.rejected
     assert found.why
+
+
+def test_a_teacher_is_planned_on_its_own_backend_and_in_its_own_layout() -> None:
+    config = config_of(FITS)
+    pipeline, shards = ParallelConfig(tensor=4, pipeline=2), ParallelConfig(tensor=2)
+    config.algorithm.teachers = [
+        Teacher(path=str(FOLDER), parallel=pipeline),
+        Teacher(path=str(FOLDER), backend="fsdp", parallel=shards, vocabulary="top_k", top_k=7),
+    ]
+    models = models_of(config)
+    assert [planned.groups is None for planned in models.values()] == [True, True, False]
+    moved = laid_out(models, changed(config, {"parallel.tensor": 4}))
+    assert [planned.parallel.tensor for planned in moved.values()] == [4, 4, 2]
+    assert [planned.optimizer is None for planned in moved.values()] == [False, True, True]
+    assert refused(models, config, machine()) == []
+    parameters = models[POLICY].model.parameters
+    stages = stages_of(models, 64)
+    phases = resident(models, config, 64, stages[-1])
+    assert stages[-1] == {POLICY: 3, "teacher": 1, "teacher_2": 0}
+    # its shares are bfloat16 under Megatron, and under FSDP float32 and bfloat16
+    assert phases["score_teacher"]["parameters"] == pytest.approx(2 * parameters / 8, rel=0.01)
+    assert phases["score_teacher_2"]["parameters"] == pytest.approx(6 * parameters / 64, rel=0.01)
+    rows = config.trainer.prompts_per_step * config.rollout.samples_per_prompt
+    told = on_each_host(config, None, models)["teachers"]
+    assert told == rows * 3072 * ((4 + 2 * 8192) + (4 + 7 * 4 + 8 * 4))
+
+
+def test_a_teacher_of_megatron_has_stages_beside_a_policy_of_fsdp() -> None:
+    config = config_of(ParallelConfig())
+    config.backend = "fsdp"
+    pipeline = ParallelConfig(pipeline=2)
+    config.algorithm.teachers = [Teacher(path=str(FOLDER), backend="megatron", parallel=pipeline)]
+    models = models_of(config)
+    assert refused(models, config, machine()) == []
+    assert stages_of(models, 64) == [{POLICY: 0, "teacher": stage} for stage in (0, 1)]
+
+
+def test_a_teacher_that_stays_on_the_host_is_counted_apart_from_those_that_move() -> None:
+    config = config_of(FITS)
+    moved = on_host(models_of(config), config, 64, {POLICY: 1})
+    own = ParallelConfig(cpu_offload=True)
+    config.algorithm.teachers = [Teacher(path=str(FOLDER), backend="fsdp", parallel=own)]
+    models, stages = models_of(config), {POLICY: 1, "teacher": 0}
+    found = on_host(models, config, 64, stages)
+    held = states(models["teacher"], 64, 0)["parameters"]
+    assert found == moved | {"sharded": held}
+    assert resident(models, config, 64, stages)["score_teacher"]["parameters"] == 0

@@ -51,6 +51,11 @@ def same(one: Any, other: Any) -> bool:
         for f in fields(Experience)
         if not f.name.startswith("teacher")
     ]
+    for name in ("teacher_logp", "teacher_prompts"):
+        ours, theirs = getattr(one, name), getattr(other, name)
+        assert ours.keys() == theirs.keys()
+        pairs += [(ours[key], theirs[key]) for key in ours]
+    pairs = [(a.padded(), b.padded()) if isinstance(a, Ragged) else (a, b) for a, b in pairs]
     return all(torch.equal(a, b) if a is not None and b is not None else a is b for a, b in pairs)
 
 
@@ -101,7 +106,13 @@ def test_a_group_is_as_old_as_its_oldest_token() -> None:
 
 def test_a_state_is_json_and_brings_every_bit_back() -> None:
     buffer, again = ReplayBuffer(), ReplayBuffer()
-    buffer.append(experience_of((1, 4), (2, 2), version=7), torch.tensor([3, 9]))
+    given = experience_of((1, 4), (2, 2), version=7)
+    prompts = Ragged.of([torch.tensor([5, 6, 7, 8, 9, 10, 11]), torch.tensor([4])])
+    assert given.old_logp is not None
+    given = replace(
+        given, teacher_logp={"expert": given.old_logp}, teacher_prompts={"expert": prompts}
+    )
+    buffer.append(given, torch.tensor([3, 9]))
     said, tensors = taken_apart(buffer.state())
     again.load_state(put_together(json.loads(json.dumps(said)), joined(tensors).__getitem__))
     assert len(again.groups) == 2
