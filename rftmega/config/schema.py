@@ -302,8 +302,8 @@ class DataConfig:
     """
 
     ptx: str = ""
-    """Supervised data to train on beside the rollouts (PPO-ptx, algorithm.ptx_coef), in one of
-    data.train's formats.
+    """Supervised data to train on beside the rollouts, in one of data.train's formats: with cross
+    entropy (PPO-ptx, algorithm.ptx_coef), or with teachers (GKD, algorithm.on_policy_share).
     """
 
     prompt_key: str = "prompt"
@@ -1025,13 +1025,22 @@ class RunConfig:
         return found
 
     @property
+    def given_completions(self) -> int:
+        """Returns the number of completions of data.ptx that teachers train on in each step."""
+        share = self.algorithm.on_policy_share
+        chosen = self.rollout.train_samples_per_prompt or self.rollout.samples_per_prompt
+        sampled = self.trainer.prompts_per_step * chosen
+        return max(1, round(sampled * (1 - share) / share)) if share < 1 else 0
+
+    @property
     def late_scoring(self) -> bool:
         """Returns whether the update's own forward pass can compute the old log-probs, so that no
         separate scoring pass is needed. This requires that nothing needs them earlier, and that the
         run takes a single update per rollout, whose forward pass equals a scoring pass.
         """
         chosen = self.algorithm
-        one_update = chosen.steps_per_rollout == 1 and not chosen.replay.max_age
+        mixed = chosen.replay.max_age or chosen.on_policy_share < 1
+        one_update = chosen.steps_per_rollout == 1 and not mixed
         # the mismatch gate requests new completions then, which is impossible during an update
         asks = self.rollout.on_update == "keep"
         return (

@@ -263,7 +263,8 @@ def ptx_of(
     if not config.data.ptx:
         return None
     examples = _examples(config, tokenizer, config.data.ptx, most, rank, ranks)
-    size, seed = config.trainer.prompts_per_step, f"{config.trainer.seed}/ptx"
+    size = config.given_completions or config.trainer.prompts_per_step
+    seed = f"{config.trainer.seed}/ptx"
     return PromptOrder(examples, batch_size=size, seed=seed, collate=rows_of)
 
 

@@ -31,6 +31,7 @@ from rftmega.core.types import LossFn
 from rftmega.trainer.dynamic_sampler import DynamicSampler
 from rftmega.trainer.experience import ExperienceMaker, ReplayBuffer, model_rewards
 from rftmega.trainer.experience.teachers import AskedTeacher
+from rftmega.trainer.given_completions import GivenCompletions
 from rftmega.trainer.journal import Journal, Journaled
 from rftmega.trainer.learner import Learner
 from rftmega.trainer.logprob_mismatch.gate import GapGate, limits_of
@@ -71,7 +72,7 @@ class Algorithm:
         stop: Callable[[], bool] = lambda: False,
     ) -> PPOTrainer:
         """Builds the trainer that trains with `reward` and, in the same optimizer steps, on the
-        supervised sequences of `ptx`. `built`: the run's engine, weight sync and models.
+        supervised sequences of `ptx`, with cross entropy or with teachers. `built`: the run's engine, weight sync and models.
 
         `stop`: see Trainer; a run with checkpoints can also be stopped within a step.
         """
@@ -79,13 +80,17 @@ class Algorithm:
         journal = Journal(stop) if config.checkpoint.every else None
         machinery: Machinery | Journaled = built if journal is None else Journaled(built, journal)
         asked = self.asked(machinery)
-        given = self.ptx(ptx) if ptx else None
+        mixed = config.algorithm.on_policy_share < 1
+        beside = self.ptx(ptx) if ptx and not mixed else None
+        given = None
+        if ptx and mixed:
+            given = GivenCompletions(machinery.policy, ptx, list(asked), built.host)
         return PPOTrainer(
             engine=machinery.engine,
             weights=machinery.weights,
             reward=reward,
             maker=self.maker(machinery.policy, machinery.critic, built.host, asked),
-            learner=self.learner(built.policy, built.critic, given, journal, built.host),
+            learner=self.learner(built.policy, built.critic, beside, journal, built.host),
             sampling=StepSampling(
                 config.rollout.samples_per_prompt,
                 config.rollout.temperature,
@@ -94,6 +99,7 @@ class Algorithm:
             parts=StepParts(
                 refill=self.refill(built.host),
                 replay=self.replay(machinery.policy, built.host, asked),
+                given=given,
                 model_rewards=model_rewards(config.reward, machinery.scoring_models, built.host),
                 gate=self.gate(built),
                 late_scoring=config.late_scoring,

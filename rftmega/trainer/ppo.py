@@ -25,6 +25,7 @@ from rftmega.trainer.dynamic_sampler import DynamicSampler
 from rftmega.trainer.expected_lengths import ExpectedLengths
 from rftmega.trainer.experience import ExperienceMaker, ModelReward
 from rftmega.trainer.experience.teachers import log_ratios
+from rftmega.trainer.given_completions import GivenCompletions
 from rftmega.trainer.group_collector import GroupCollector, Wanted
 from rftmega.trainer.journal import Journal
 from rftmega.trainer.learner import Learner
@@ -51,6 +52,7 @@ class StepParts:
     """Optional components of a training step.
 
     refill: selects the scored completions to train on. replay: adds completions of earlier steps.
+    given: adds completions of a data set, for teachers.
     model_rewards: add the scores of reward and cost models. gate: stops the run if the log-probs of engine
     and trainer differ too much; None accepts any mismatch. late_scoring: take the log-probs before
     the update from the update's own forward pass instead of a separate pass; valid for one
@@ -61,6 +63,7 @@ class StepParts:
 
     refill: DynamicSampler = field(default_factory=lambda: DynamicSampler(0))
     replay: ReplayMixer | None = None
+    given: GivenCompletions | None = None
     model_rewards: Sequence[ModelReward] = ()
     gate: GapGate | None = None
     late_scoring: bool = False
@@ -114,6 +117,7 @@ class PPOTrainer(Trainer):
         )
         self.maker, self.learner, self.host = maker, learner, maker.host
         self.refill, self.replay, self.gate = parts.refill, parts.replay, parts.gate
+        self.given = parts.given
         self.late_scoring, self.schedule = parts.late_scoring, parts.schedule
         self.samples_per_prompt, self.temperature, self.seed = (
             sampling.samples_per_prompt,
@@ -138,7 +142,8 @@ class PPOTrainer(Trainer):
         if "engine" in state:  # of a checkpoint before format 4
             state = state | {"lengths": state["engine"]}
         for name, part in self._parts().items():
-            if name != "replay" or name in state:  # it may begin with the resumed run
+            # it may begin with the resumed run
+            if name not in ("replay", "given") or name in state:
                 part.load_state(state[name])
         if known := state.get("schedule"):
             self.schedule.load_state(self, known)
@@ -150,7 +155,8 @@ class PPOTrainer(Trainer):
             "supply": self.supply,
             "lengths": self.lengths,
         }
-        return parts if self.replay is None else parts | {"replay": self.replay}
+        optional = {"replay": self.replay, "given": self.given}
+        return parts | {name: part for name, part in optional.items() if part is not None}
 
     def train_step(self, batch: Sequence[Prompt]) -> Metrics:
         """Takes one training step on the prompts of `batch`: rollout, scoring, update, weight sync.
@@ -163,7 +169,7 @@ class PPOTrainer(Trainer):
         for callback in self.callbacks:
             callback.on_rollouts(self, samples)
         scored = self._score(samples)
-        trained, replayed = self._beside_replayed(scored)
+        trained, added = self._with_others(scored.experience)
         with self.phase("update"):
             complete = partial(self._complete, samples, scored)
             metrics = self.learner.update(scored.experience, self.step, trained, scored=complete)
@@ -172,7 +178,7 @@ class PPOTrainer(Trainer):
         self.step += 1
         self._join()
         with self.phase("push"):
-            metrics |= replayed | self.weights.push(version=self.step)
+            metrics |= added | self.weights.push(version=self.step)
         for callback in self.callbacks:
             callback.on_experience(self, samples, scored.experience)
         metrics |= self.maker.measured | log_ratios(scored.experience)
@@ -200,14 +206,17 @@ class PPOTrainer(Trainer):
             experience = self.maker.make(samples, old_log_probs=not late)
         return ScoredStep(experience, None if late else self._gap(samples, experience))
 
-    def _beside_replayed(self, scored: "ScoredStep") -> tuple[Experience[Ragged], Metrics]:
-        """Returns the rows that the policy trains on, those of the step and replayed ones, and
-        metrics of the replay.
+    def _with_others(self, experience: Experience[Ragged]) -> tuple[Experience[Ragged], Metrics]:
+        """Returns the rows that the policy trains on: those of the step, replayed ones and those of
+        a data set; and metrics of the latter two.
         """
-        if self.replay is None:
-            return scored.experience, {}
-        with self.phase("replay"):
-            return self.replay.beside(scored.experience, self.step)
+        trained, metrics = experience, Metrics()
+        for name, mixer in (("replay", self.replay), ("given", self.given)):
+            if mixer is not None:
+                with self.phase(name):
+                    trained, own = mixer.beside(trained, self.step)
+                metrics |= own
+        return trained, metrics
 
     def _complete(
         self, samples: Samples[Ragged], scored: "ScoredStep", whole: Experience[Ragged]

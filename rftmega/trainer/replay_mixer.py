@@ -4,12 +4,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from rftmega.core.interfaces import Scorer
 from rftmega.core.ragged import Ragged
 from rftmega.core.types import Experience, Metrics
+from rftmega.trainer.experience.mixed import mixed_evenly
 from rftmega.trainer.experience.replay import ReplayBuffer
 from rftmega.trainer.experience.replayed_teachers import taught_again, with_every_teacher
 from rftmega.trainer.experience.teachers import AskedTeacher
@@ -71,11 +71,7 @@ class ReplayMixer:
         earlier = replace(earlier, old_logp=stats.logp, entropy=stats.entropy)
         if self.own_routes:
             earlier = replace(earlier, routes=stats.routes)
-        # Mini-batches are consecutive rollouts: each gets its share of both.
-        numbers = [part.rollouts.of_row for part in (experience, earlier)]
-        place = torch.cat([index / (int(index[-1]) + 1) for index in numbers])
-        mixed = once(lambda: Experience.join([experience, earlier]))
-        return mixed.select(place.argsort(stable=True)), metrics
+        return once(lambda: mixed_evenly([experience, earlier])), metrics
 
     def keep(self, experience: Experience[Ragged], group: Tensor) -> None:
         """Stores the groups of `experience` for later steps; `group`: the group number of each row.

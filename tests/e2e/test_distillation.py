@@ -101,6 +101,38 @@ def test_a_teacher_stands_beside_a_critic_and_examples(
         assert metrics["critic_loss"] > 0
 
 
+@pytest.mark.ranks
+def test_completions_of_a_file_are_taught_beside_sampled_ones_also_after_a_resume(
+    arithmetic: Path, teacher: Path, train: Run, tmp_path: Path
+) -> None:
+    written = tmp_path / "written.jsonl"
+    sums = [
+        f'{{"prompt": "{a}+{b}=", "response": "{a + b}"}}\n' for a in range(5) for b in range(4)
+    ]
+    written.write_text("".join(sums))
+    given = [
+        *(arithmetic / "run.yaml", *PLAIN[:2], "data.eval=", "checkpoint.every=1"),
+        f"algorithm.teachers=[{{path: {teacher}, divergence: jsd}}]",
+        *("algorithm.on_policy_share=0.75", f"data.ptx={written}", "algorithm.policy_loss=none"),
+        "algorithm.updates_per_epoch=2",
+    ]
+    runs = (
+        ("whole", "trainer.steps=3"),
+        ("parts", "trainer.steps=2"),
+        ("parts", "trainer.steps=3", "checkpoint.resume=auto"),
+        ("fsdp", "trainer.steps=3", "backend=fsdp", "parallel.tensor=1", "parallel.pipeline=1"),
+    )
+    for name, *options in runs:
+        done = train(*given, f"trainer.output={tmp_path / name}", *options)
+        assert done.returncode == 0, done.stderr[-2000:]
+    whole, parts, fsdp = (metrics_of(tmp_path / name)[-1] for name in ("whole", "parts", "fsdp"))
+    assert whole["step"] == parts["step"] == fsdp["step"] == 3
+    assert whole["given_completions"] > 0
+    for name in ("loss", "grad_norm", "teacher_divergence"):
+        assert parts[name] == whole[name] != 0, name
+        assert fsdp[name] == pytest.approx(whole[name], rel=1e-3), name
+
+
 def test_a_teacher_with_another_tokenizer_is_refused_with_the_token(
     arithmetic: Path, teacher: Path, train: Run, tmp_path: Path
 ) -> None:

@@ -474,6 +474,11 @@ class AlgorithmConfig:
     examples. 0: none.
     """
 
+    on_policy_share: PositiveShare = 1.0
+    """Share of the trained completions that the policy samples; the others are data.ptx's, on which
+    only teachers train it (lambda of GKD). 1: all are sampled.
+    """
+
     ema_beta: BelowOne = 0.0
     """Decay per optimizer step of an exponential moving average (EMA) of the policy, exported as
     output/policy_ema; 0: no average.

@@ -75,6 +75,8 @@ def _beside_rewards(config: RunConfig) -> list[str]:
     weight, or too few examples for the optimizer steps.
     """
     algorithm, found = config.algorithm, []
+    if algorithm.on_policy_share < 1:
+        return _mixed(config)
     if bool(algorithm.ptx_coef) != bool(config.data.ptx):
         found.append(
             f"algorithm.ptx_coef={algorithm.ptx_coef} and data.ptx={config.data.ptx!r} need each other: a weight, and the "
@@ -86,6 +88,34 @@ def _beside_rewards(config: RunConfig) -> list[str]:
             f"{algorithm.updates_per_epoch} x algorithm.epochs_per_rollout={algorithm.epochs_per_rollout}) are more than the "
             "examples of data.ptx a step "
             f"(trainer.prompts_per_step={config.trainer.prompts_per_step}). Lower it."
+        )
+    return found
+
+
+def _mixed(config: RunConfig) -> list[str]:
+    """Returns the problems of completions of data.ptx that teachers train on."""
+    algorithm, found = config.algorithm, []
+    share = f"algorithm.on_policy_share={algorithm.on_policy_share}"
+    if not config.data.ptx:
+        found.append(f"{share} needs data.ptx: a file with the completions that are not sampled.")
+    if algorithm.ptx_coef:
+        found.append(
+            f"{share} with algorithm.ptx_coef={algorithm.ptx_coef}: data.ptx is trained on by teachers or with cross "
+            "entropy. Set one of them."
+        )
+    teachers = [teacher for teacher in algorithm.teachers if teacher.signal == "loss"]
+    if not teachers:
+        found.append(
+            f"{share} needs a teacher with signal=loss (algorithm.teachers): only teachers train on completions of data.ptx."
+        )
+    if any(teacher.reads_columns for teacher in teachers):
+        found.append(
+            f"{share} with algorithm.teachers[].when, prompt or gate: completions of data.ptx have no such columns. Leave these "
+            "options out."
+        )
+    if any(teacher.vocabulary == "sampled" for teacher in teachers):
+        found.append(
+            f"{share} with vocabulary=sampled: it is an estimate for tokens that the policy samples. Set it to full or top_k."
         )
     return found
 

@@ -105,8 +105,9 @@ def load_of(config: RunConfig, parallel: ParallelConfig, world: int) -> Load:
 def rows_of(config: RunConfig) -> int:
     """Returns the number of rows (sequences) that a step trains on."""
     completions = config.rollout.train_samples_per_prompt or config.rollout.samples_per_prompt
-    rl = config.algorithm.task == "rl"
-    return config.trainer.prompts_per_step * (completions if rl else config.given_rows)
+    if config.algorithm.task != "rl":
+        return config.trainer.prompts_per_step * config.given_rows
+    return config.trainer.prompts_per_step * completions + config.given_completions
 
 
 def cache_of(policy: PlannedModel, config: RunConfig, budget: Budget) -> Cache:

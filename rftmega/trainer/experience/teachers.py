@@ -31,6 +31,11 @@ class AskedTeacher:
         """Returns the teacher's numbers for the tokens of `mask`, in the rows that it teaches."""
         return self._told(*host.once(lambda: _asked_rows(self.number, self.chosen, samples, mask)))
 
+    def of_rows(self, rows: Rows[Ragged]) -> TeacherScores:
+        """Returns the teacher's numbers for the tokens of the mask of rows that nobody sampled."""
+        taught = rows.mask.sums() > 0
+        return self._told(replace(rows, routes=None).select(taught.nonzero()[:, 0]), taught)
+
     def again(self, experience: Experience[Ragged], host: Host) -> TeacherScores:
         """Returns the teacher's present numbers for rows of earlier steps, of those that it taught
         then.

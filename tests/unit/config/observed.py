@@ -195,6 +195,12 @@ class Model:
         return self.runner.step(experience, loss_fn, **settings)
 
 
+def given_size(config: RunConfig) -> int:
+    """Returns the size of the batches of data.ptx, or 0 if teachers don't train on it."""
+    order = splits.ptx_of(config, Letters([], "", chat=None))
+    return order.batch_size if order is not None and config.given_completions else 0
+
+
 def shares(config: RunConfig) -> bool:
     return Model(config, [], 1).runner.shares
 

@@ -22,6 +22,7 @@ from tests.unit.config.observed import (
     averaged,
     built,
     engine,
+    given_size,
     program,
     schedule,
     shares,
@@ -288,6 +289,9 @@ OPTIONS: dict[str, Live] = {
     "algorithm.teachers": Live("[{{path: {moe}}}]", seen=taught_by, dead=("algorithm.task=sft",)),
     "algorithm.entropy_coef": Live("0.1", STEPS),
     "algorithm.ptx_coef": Live("1", PTX, dead=()),
+    "algorithm.on_policy_share": Live(
+        "0.5", ("data.ptx={ptx}", "algorithm.teachers=[{{path: {moe}}}]"), seen=given_size, dead=()
+    ),
     "algorithm.updates_per_epoch": Live("2"),
     "algorithm.epochs_per_rollout": Live("2"),
     "reward.shaping.clip": Live("0.5"),

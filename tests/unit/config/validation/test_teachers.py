@@ -10,6 +10,7 @@ from rftmega.config import ParallelConfig, RunConfig
 from rftmega.config.options.algorithms import NoPolicyLoss
 from rftmega.config.options.environments import Tools
 from rftmega.config.options.teachers import Teacher, names_of
+from rftmega.config.validation.data import _beside_rewards
 from rftmega.config.validation.teachers import teachers
 
 
@@ -118,3 +119,33 @@ def test_no_policy_loss_needs_a_teacher_in_the_loss(signal: Any, folder: str) ->
     config.algorithm.teachers = [Teacher(path=folder, vocabulary="sampled", signal=signal)]
     refused = "policy_loss.type=none needs a teacher" in "\n".join(teachers(config, 2))
     assert refused == (signal == "advantage")
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        ((), "needs a teacher with signal=loss"),
+        ((Teacher(path="X", signal="advantage", vocabulary="sampled"),), "needs a teacher with"),
+        ((Teacher(path="X", when={"domain": "a"}),), "teachers[].when, prompt or gate"),
+        ((Teacher(path="X", gate="score"),), "teachers[].when, prompt or gate"),
+        ((Teacher(path="X", vocabulary="sampled"),), "with vocabulary=sampled"),
+        ((Teacher(path="X"),), ""),
+        # it does not teach them
+        ((Teacher(path="X"), Teacher(path="X", signal="advantage", vocabulary="sampled")), ""),
+    ],
+)
+def test_completions_of_a_data_set_need_a_teacher_that_can_teach_them(
+    given: tuple[Teacher, ...], reason: str
+) -> None:
+    config = RunConfig()
+    config.algorithm.teachers = list(given)
+    config.algorithm.on_policy_share = 0.5
+    config.data.ptx = "x.jsonl"
+    said = "\n".join(_beside_rewards(config))
+    assert reason in said
+    assert bool(reason) == bool(said)
+    assert "and data.ptx='' need each other" not in said
+    config.data.ptx, config.algorithm.ptx_coef = "", 0.5
+    said = "\n".join(_beside_rewards(config))
+    assert "needs data.ptx" in said
+    assert "with algorithm.ptx_coef=0.5" in said
