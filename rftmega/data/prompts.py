@@ -135,7 +135,8 @@ def _taught(encoder: Encoder, record: Record, teacher: Teacher) -> Taught | None
     if not teacher.prompt:
         return Taught(gate=gate)
     config = replace(encoder.config, prompt_key=teacher.prompt)
-    own = replace(encoder, config=config, max_prompt_tokens=sys.maxsize)
+    longest = encoder.max_prompt_tokens if teacher.probes else sys.maxsize  # engines get them
+    own = replace(encoder, config=config, max_prompt_tokens=longest)
     return Taught(own.prompt(own.given_prompt(record)), gate)
 
 

@@ -14,7 +14,7 @@ from rftmega.backends.decoder.meta_decoder import describe as described
 from rftmega.backends.decoder.tensor_plan import styles_of
 from rftmega.config import SERVED_VOCABULARY, ParallelConfig, RunConfig
 from rftmega.config.capabilities import backend_of, engine_of
-from rftmega.config.options.teachers import names_of
+from rftmega.config.options.teachers import Teacher, names_of
 from rftmega.config.teacher_config import config_of
 from rftmega.config.validation import violations
 from rftmega.converters import shard_shape, table
@@ -77,7 +77,7 @@ def preflight(
         found += _of_backend(config, model, on if here else None, f"model.path={config.model.path}")
         found += _value_models(config, model) + _adapters(config, model)
         if config.algorithm.task == "rl":
-            found += _teachers(config, on if here else None)
+            found += _teachers(config, model, on if here else None)
             found += _engine(config, model, on) + _router_replay(config, model, on)
             found += _fp8_engine(config, model, on)
         longest = config.rollout.max_row_tokens
@@ -378,11 +378,13 @@ def _value_models(config: RunConfig, policy: ModelDescription) -> list[str]:
     return found
 
 
-def _teachers(config: RunConfig, on: device.Device | None) -> list[str]:
-    """Returns the problems of the teachers that the run holds; `on`: see `_of_backend`."""
+def _teachers(config: RunConfig, policy: ModelDescription, on: device.Device | None) -> list[str]:
+    """Returns the problems of the teachers with their models; `on`: see `_of_backend`."""
     found = []
     teachers = config.algorithm.teachers
     for name, teacher in zip(names_of(teachers), teachers, strict=True):
+        if not teacher.loads and (why := _too_many_tokens(teacher, policy.vocabulary)):
+            found.append(f"algorithm.teachers: {name}: {why}")
         if not teacher.loads or not (Path(teacher.path) / "config.json").is_file():
             continue  # validation has said so
         option, path, longest = f"{name}: path", teacher.path, config.rollout.max_row_tokens
@@ -396,16 +398,21 @@ def _teachers(config: RunConfig, on: device.Device | None) -> list[str]:
         reasons += _of_backend(own, model, on, "LM head")
         if other := different_tokens(config.model.path, path):
             reasons.append(f"{other}. Take a teacher with the policy's tokenizer.")
-        if teacher.vocabulary == "top_k" and teacher.top_k >= model.vocabulary:
-            reasons.append(
-                f"top_k={teacher.top_k} must be below its vocabulary, {model.vocabulary}."
-            )
+        if why := _too_many_tokens(teacher, model.vocabulary):
+            reasons.append(why)
         if model.max_positions < longest:
             reasons.append(
                 f"it knows {model.max_positions} positions, and rows have up to {longest} tokens."
             )
         found += [f"algorithm.teachers: {option}={path}: {reason}" for reason in reasons]
     return found
+
+
+def _too_many_tokens(teacher: Teacher, vocabulary: int) -> str:
+    """Returns why top_k does not suit a teacher with this vocabulary; "" if it does."""
+    if teacher.vocabulary != "top_k" or teacher.top_k < vocabulary:
+        return ""
+    return f"top_k={teacher.top_k} must be below its vocabulary, {vocabulary}."
 
 
 def _adapters_of_critic(config: RunConfig, path: str) -> list[str]:

@@ -24,6 +24,7 @@ from rftmega.core.types import Experience, Metrics, Prompt, Rollout, Samples, Sa
 from rftmega.trainer.dynamic_sampler import DynamicSampler
 from rftmega.trainer.expected_lengths import ExpectedLengths
 from rftmega.trainer.experience import ExperienceMaker, ModelReward
+from rftmega.trainer.experience.probes import with_probed_gates
 from rftmega.trainer.experience.teachers import log_ratios
 from rftmega.trainer.given_completions import GivenCompletions
 from rftmega.trainer.group_collector import GroupCollector, Wanted
@@ -189,6 +190,12 @@ class PPOTrainer(Trainer):
         self._lost = 0
         with self.phase("rollout"):
             samples, seen = self.schedule.samples(self, batch)
+            for teacher in self.maker.teachers:
+                if teacher.chosen.probes:
+                    samples, probed = with_probed_gates(
+                        samples, teacher, self._probe, seed=self.seed
+                    )
+                    seen |= probed
         if self._lost:
             seen["rollouts_lost"] = float(self._lost)
         return samples, seen
@@ -263,6 +270,17 @@ class PPOTrainer(Trainer):
             expected_lengths=self.lengths.expected(requests),
         )
         return self.collected(requests, rollouts)
+
+    def _probe(
+        self, requests: Sequence[Prompt], seeds: Sequence[int], times: int
+    ) -> Samples[Ragged]:
+        """Returns scored completions of `requests`, in which each prompt occurs `times` in
+        succession; `group` numbers the prompts.
+        """
+        rollouts = self.engine.generate(
+            requests, seeds=seeds, sampling=Sampling(self.temperature), reward=self._at_once
+        )
+        return GroupCollector(requests, self.reward, times).collected(rollouts)
 
     def groups(self, prompts: Sequence[Prompt]) -> list[RolloutGroup]:
         """Returns one group per prompt, with the seeds of its completions."""

@@ -102,6 +102,28 @@ def test_a_teacher_stands_beside_a_critic_and_examples(
 
 
 @pytest.mark.ranks
+def test_the_policy_with_a_hint_is_probed_before_it_teaches(
+    arithmetic: Path, train: Run, tmp_path: Path
+) -> None:
+    found = {}
+    for backend, layout in (("megatron", "parallel.tensor=2"), ("fsdp", "parallel.tensor=1")):
+        output = tmp_path / backend
+        done = train(
+            arithmetic / "run.yaml",
+            *PLAIN,
+            f"data.train={with_domains(arithmetic, tmp_path)}",
+            "algorithm.teachers=[{path: self, prompt: hint, vocabulary: top_k, top_k: 4, probes: 2}]",
+            *(f"backend={backend}", layout, f"trainer.output={output}", "--processes", "2"),
+        )
+        assert done.returncode == 0, done.stderr[-2000:]
+        found[backend] = metrics_of(output)[1:]
+    for one, two in zip(found["megatron"], found["fsdp"], strict=True):
+        for name in ("teacher_probed_reward", "teacher_rows", "teacher_divergence", "loss"):
+            assert one[name] == pytest.approx(two[name], rel=1e-3, abs=1e-6), name
+    assert found["megatron"][0]["teacher_rows"] < 1
+
+
+@pytest.mark.ranks
 def test_completions_of_a_file_are_taught_beside_sampled_ones_also_after_a_resume(
     arithmetic: Path, teacher: Path, train: Run, tmp_path: Path
 ) -> None:

@@ -4,7 +4,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from rftmega.config.options.bounds import Count, Positive, PositiveBelowOne, Share
+from rftmega.config.options.bounds import (
+    Count,
+    NotNegativeInt,
+    Positive,
+    PositiveBelowOne,
+    Share,
+)
 from rftmega.config.options.parallel import ParallelConfig
 
 SELF = "self"  # as path: the policy
@@ -75,6 +81,11 @@ class Teacher:
     gate: str = ""
     """Column with the teacher's mean score on the prompt (rftmega evaluate --keep); a prompt is
     taught only if this is higher than the mean reward of its completions. Empty: no gate.
+    """
+
+    probes: NotNegativeInt = 0
+    """With path=self: number of completions per step and prompt that the policy samples with this
+    teacher's prompt, whose mean reward is the gate; 0: none.
     """
 
     backend: Literal["auto", "megatron", "fsdp"] = "auto"

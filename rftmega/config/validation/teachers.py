@@ -93,10 +93,34 @@ def _run(config: RunConfig, teacher: Teacher) -> list[str]:
             f"addresses: servers give log-probs at temperature 1, and rollout.temperature={config.rollout.temperature}. Set it "
             "to 1, or give the teacher a path."
         )
+    if teacher.probes:
+        found += _probes(config, teacher)
     if teacher.prompt and config.environment.type != "single_turn":
         found.append(
             f"prompt={teacher.prompt} with environment.type={config.environment.type}: the environment makes prompts of its "
             "own. Take environment.type=single_turn, or leave prompt out."
+        )
+    return found
+
+
+def _probes(config: RunConfig, teacher: Teacher) -> list[str]:
+    """Returns the problems of completions with the teacher's prompt."""
+    said, found = f"probes={teacher.probes}", []
+    if not teacher.is_self:
+        found.append(
+            f"{said} needs path=self: the run's engines hold the policy alone. For another teacher give its scores as a column "
+            "(gate; rftmega evaluate --keep-scores)."
+        )
+    if teacher.gate:
+        found.append(f"{said} with gate={teacher.gate}: both are the gate. Leave one of them out.")
+    if config.trainer.max_staleness or config.rollout.ahead:
+        found.append(
+            f"{said} needs a synchronous run: engines that are generating can't be asked. Set trainer.max_staleness=0 and "
+            "rollout.ahead=0."
+        )
+    if config.reward.scoring_models():
+        found.append(
+            f"{said} with reward or cost models: these score the completions that are trained on alone. Leave probes out."
         )
     return found
 

@@ -72,6 +72,22 @@ def test_an_output_head_that_fsdp_has_no_log_probs_of_is_told_before_a_run(tmp_p
         preflight(config, 1)
 
 
+@pytest.mark.parametrize(
+    "teacher",
+    [
+        Teacher(path="self", prompt="hint", vocabulary="top_k"),
+        Teacher(addresses=["http://h:1"], vocabulary="top_k"),
+    ],
+)
+def test_a_teacher_knows_more_tokens_than_it_is_asked_for(tmp_path: Path, teacher: Teacher) -> None:
+    config = config_of(tmp_path, "qwen3", P(), "scripted")
+    config.algorithm.teachers = [replace(teacher, top_k=131)]
+    with pytest.raises(ConfigError, match="teacher: top_k=131 must be below its vocabulary, 131"):
+        preflight(config, 1)
+    config.algorithm.teachers = [replace(teacher, top_k=130)]
+    preflight(config, 1)
+
+
 def test_a_teacher_is_checked_and_described_for_its_own_backend(tmp_path: Path) -> None:
     config = config_of(tmp_path, "qwen3", P(pipeline=2), "scripted")
     (tmp_path / "teacher").mkdir()
