@@ -12,7 +12,7 @@ from rftmega.backends.decoder.describe import (
 )
 from rftmega.backends.decoder.meta_decoder import describe as described
 from rftmega.backends.decoder.tensor_plan import styles_of
-from rftmega.config import SERVED_VOCABULARY, ParallelConfig, RunConfig
+from rftmega.config import SERVED_VOCABULARY, LoRA, ParallelConfig, RunConfig
 from rftmega.config.capabilities import backend_of, engine_of
 from rftmega.config.options.teachers import names_of
 from rftmega.config.validation import violations
@@ -30,7 +30,6 @@ from rftmega.model_providers.description import (
 )
 from rftmega.model_providers.hf_config import read_hf_config
 from rftmega.model_providers.installed import installed, uses_transformer_engine
-from rftmega.model_providers.output_head import output_head
 from rftmega.model_providers.placement import holdings
 from rftmega.model_providers.transformers_decoders import on_meta, unknown_to_transformers
 from rftmega.models.hf.hf_folder import HFFolder
@@ -76,7 +75,10 @@ def preflight(
         if backend_of(config).any_decoder:
             longest = config.rollout.max_row_tokens
             found += beyond_its_positions(read_config(config.model.path), longest)
-            found += _output_head(config)
+            value, path = config.algorithm.task == "reward_model", config.model.path
+            if not any(path in reason for reason in found):
+                lora = config.model.lora
+                found += _unbuildable(path, value_model=value, lora=lora, named="model.path")
         found += _value_models(config, model) + _teachers(config, model)
         found += _adapters(config, model)
         megatron = backend_of(config).layouts
@@ -121,7 +123,7 @@ def preflight(
         )
     found += run_end.refusals(config) + _quantised(config) + (_key(config) if here else [])
     if found:
-        raise ConfigError.listing("This run can't start", found)
+        raise ConfigError.listing("This run can't start", list(dict.fromkeys(found)))
 
 
 def _key(config: RunConfig) -> list[str]:
@@ -146,7 +148,7 @@ def _described(config: RunConfig, path: str) -> ModelDescription:
     if backend_of(config).any_decoder:
         read = read_config(path)
         return describe_any(read, tower_of(path, read))
-    return describe(read_hf_config(path))
+    return describe(read_hf_config(path), refused=lambda: "".join(_unbuildable(path)))
 
 
 def _counted(config: RunConfig, path: str) -> ModelDescription:
@@ -266,16 +268,24 @@ def _layout_violations(
     return []
 
 
-def _output_head(config: RunConfig) -> list[str]:
-    """Returns the reason why log-probs can't be computed with the model's LM head under
-    backend=fsdp; [] if they can.
+def _unbuildable(
+    path: str, *, value_model: bool = False, lora: LoRA | None = None, named: str = ""
+) -> list[str]:
+    """Returns the reason why backend=fsdp can't build the model of the folder `path`, with the
+    adapters `lora`; [] if it can, or if the folder has no weights. `named`: the option that names
+    the folder, which a reason without the path begins with.
     """
-    if config.algorithm.task == "reward_model":
+    from rftmega.backends.fsdp.buildable import refuse_unbuildable  # its import takes seconds
+
+    if not list(Path(path).glob("*.safetensors")):
         return []
     try:
-        output_head(on_meta(read_config(config.model.path), "eager"))
+        refuse_unbuildable(path, value_model=value_model, lora=lora)
+    except ConfigError as error:
+        return [str(error)]
     except (CheckpointError, ValueError, ImportError) as error:
-        return [f"model.path={config.model.path}: {error}"]
+        told = str(error)
+        return [told if path in told or not named else f"{named}={path}: {told}"]
     return []
 
 
@@ -388,6 +398,8 @@ def _teachers(config: RunConfig, policy: ModelDescription) -> list[str]:
             found.append(f"algorithm.teachers: {option}: {error}")
             continue
         reasons = _layout_violations(config, path, model, teacher.parallel)
+        if backend_of(config).any_decoder:
+            reasons += _unbuildable(path)
         if other := different_tokens(config.model.path, path):
             reasons.append(f"{other}. Take a teacher with the policy's tokenizer.")
         if teacher.vocabulary == "top_k" and teacher.top_k >= model.vocabulary:
@@ -429,6 +441,8 @@ def _value_model(
     except CheckpointError as error:
         return [f"{option}: {error}"]
     reasons = _layout_violations(config, path, model, parallel)
+    if backend_of(config).any_decoder:
+        reasons += _unbuildable(path, value_model=True)
     found = [f"For the {what}: {reason}" for reason in reasons]
     if model.vocabulary != policy.vocabulary:
         found.append(

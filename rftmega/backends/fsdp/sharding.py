@@ -78,16 +78,42 @@ def materialise(network: nn.Module, model: PreTrainedModel, where: torch.device)
     sharded = {name: isinstance(each, DTensor) for name, each in network.named_parameters()}
     anew = [name for name, is_sharded in sharded.items() if not is_sharded]
     if any(sharded.values()) and anew:
-        raise CheckpointError(
-            f"transformers ties {anew[0]} of {type(model).__name__} to a tensor of its own, which backend=fsdp can't shard. "
-            + advice(model.config, "Take another model")
-        )
+        raise _tied_elsewhere(model, anew[0])
     _recompute_buffers(model)
     for group in sharded_modules(network):
         # allocates each parameter's final memory, padded to equal shards, before anybody refers to
         # it
         group.unshard()
         group.reshard()
+
+
+def refuse_to_materialise(network: nn.Module, model: PreTrainedModel) -> None:
+    """Raises CheckpointError, as `materialise` does, for a network on the meta device, which can't
+    be used afterwards.
+    """
+    before: list[Tensor] = []  # kept, so that no other object gets their ids
+    shards: dict[int, nn.Parameter] = {}
+    for module in network.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                before.append(parameter)
+                shard = nn.Parameter(torch.empty_like(parameter), parameter.requires_grad)
+                module._parameters[name] = shards.setdefault(id(parameter), shard)
+        for name in module._non_persistent_buffers_set:
+            if (buffer := module._buffers[name]) is not None and buffer.is_meta:
+                module._buffers[name] = torch.empty_like(buffer, device="cpu")
+    model.tie_weights()
+    own = set(map(id, shards.values()))
+    if anew := [name for name, each in network.named_parameters() if id(each) not in own]:
+        raise _tied_elsewhere(model, anew[0])
+    _recompute_buffers(model)
+
+
+def _tied_elsewhere(model: PreTrainedModel, name: str) -> CheckpointError:
+    return CheckpointError(
+        f"transformers ties {name} of {type(model).__name__} to a tensor of its own, which backend=fsdp can't shard. "
+        + advice(model.config, "Take another model")
+    )
 
 
 def _recompute_buffers(model: PreTrainedModel) -> None:

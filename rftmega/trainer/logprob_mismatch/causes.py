@@ -15,6 +15,7 @@ from rftmega.core.types import SliceChecksums
 
 FEW = 0.05  # share of tokens: near-ties between experts are rare
 NAMED = 5  # tensors in a message
+ROUNDING = 1e-4  # nats: more than rounding in float32 changes a log-prob
 
 
 class Limits(NamedTuple):
@@ -51,11 +52,13 @@ class Evidence:
     has_experts: bool
     # by the trainer, of the same rows, in two more scoring passes
     rescored: tuple[Tensor, ...] = ()
+    # by the trainer, of each row by itself and cut short; old_logp behind the cut. None: not known
+    alone_logp: Tensor | None = None
 
 
 class Cause(NamedTuple):
-    """Cause of a mismatch: `kind` is chance, weights, tokens, sampling transform, experts' routes
-    or numbers; `why` is the explanation for the user.
+    """Cause of a mismatch: `kind` is chance, weights, tokens, sampling transform, batch, experts'
+    routes or numbers; `why` is the explanation for the user.
     """
 
     kind: str
@@ -66,7 +69,7 @@ def cause_of(evidence: Evidence, limits: Limits) -> Cause:
     """Returns the cause of the mismatch: the first one that the evidence supports; causes that
     would explain other findings as well are tested first.
     """
-    for look in (_chance, _weights, _tokens, _transform, _stale, _routes):
+    for look in (_chance, _weights, _tokens, _transform, _batch, _stale, _routes):
         if found := look(evidence, limits):
             return found
     return _numbers(evidence, limits)
@@ -190,6 +193,26 @@ def _transform(evidence: Evidence, limits: Limits) -> Cause | None:
             "min-p) and renormalises what is left, which the trainer does not",
         )
     return None
+
+
+def _batch(evidence: Evidence, limits: Limits) -> Cause | None:
+    """Returns the cause "batch" if the trainer gives tokens other log-probs when their row is scored
+    by itself and cut short: an engine, which computes one token after the other, differs alike.
+    """
+    alone, batched = evidence.alone_logp, evidence.old_logp
+    if alone is None:
+        return None
+    coarse = Limits(max(limits.percentile, ROUNDING), max(limits.mean, ROUNDING))
+    if not _disagree(alone, batched, evidence, coarse):
+        return None
+    return Cause(
+        "batch",
+        f"the trainer itself gives tokens other log-probabilities, by up to {_largest(alone, batched, evidence)}, if their row "
+        "is scored by itself and without its last tokens. So the model's own numbers depend on the batch, and the gap says "
+        "nothing of weights and pushes: experts, or tokens to attend to, that have equal scores are chosen by chance of the "
+        "kernel (a model that was hardly trained has many), or tokens see later ones. `rftmega check` compares passes of "
+        "transformers' model. If it is ties, raise rollout.max_logprob_gap and rollout.mean_logprob_gap",
+    )
 
 
 def _stale(evidence: Evidence, limits: Limits) -> Cause | None:

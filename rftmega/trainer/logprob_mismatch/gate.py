@@ -17,7 +17,7 @@ from rftmega.core.errors import EngineError, GapExceeded
 from rftmega.core.interfaces import Machinery
 from rftmega.core.ragged import Ragged
 from rftmega.core.sampling_seeds import sampling_seed
-from rftmega.core.types import Prompt, Rollout, Samples, Sampling
+from rftmega.core.types import Prompt, Rollout, Rows, Samples, Sampling
 from rftmega.trainer.experience.samples import collect, complete
 from rftmega.trainer.logprob_mismatch.bundle import GapBundle, rows_under_other_prompts
 from rftmega.trainer.logprob_mismatch.causes import Evidence, Limits, cause_of, matches, worst_rows
@@ -151,6 +151,7 @@ class GapGate:
         rows, versions = worst.rows, worst.versions
         score = self.machinery.policy.log_probs
         rescored = (score(rows).logp, score(rows).logp)  # before another push, like the first
+        alone = self._alone(rows, rescored[0])
         evidence = Evidence(
             whole=gap,
             share_beyond=(gaps > self.limits.percentile).double().mean().item(),
@@ -163,6 +164,7 @@ class GapGate:
             checksums=checksums,
             has_experts=self.machinery.numerics.has_experts,
             rescored=rescored,
+            alone_logp=alone,
         )
         return GapBundle(
             step=step,
@@ -176,6 +178,25 @@ class GapGate:
             evidence=evidence,
             config=self.config,
         )
+
+    def _alone(self, rows: Rows, logp: Tensor) -> Tensor | None:
+        """Returns the trainer's log-probs of `rows` [B, T], each scored by itself and cut after half
+        of its completion; behind the cut they are those of `logp`. None for rows with images.
+        """
+        if rows.images is not None:
+            return None
+        found = logp.clone()
+        for row in range(len(rows)):
+            prompt, length = int(rows.prompt_lengths[row]), int(rows.lengths[row])
+            kept = prompt + (length - prompt + 1) // 2
+            cut = Rows(
+                rows.tokens[row : row + 1, :kept],
+                rows.prompt_lengths[row : row + 1],
+                torch.tensor([kept]),
+                rows.mask[row : row + 1, : kept - 1],
+            )
+            found[row, : kept - 1] = self.machinery.policy.log_probs(cut).logp[0]
+        return found
 
     def _other_prompt(self, worst: Samples) -> Tensor:
         """Looks for completions that the engine put at the wrong prompt. Returns [B] int64: for

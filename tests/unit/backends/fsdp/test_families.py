@@ -207,7 +207,9 @@ def test_a_tensor_that_transformers_transposes_is_refused_by_name(
     folder = save_tiny_vision(tmp_path, "qwen3_vl_moe")
     for module in (describe, transformers_decoders, fsdp_module):
         monkeypatch.setattr(module, "SEEING", ("qwen3_vl_moe",))
-    with pytest.raises(CheckpointError, match="down_proj of model_type=qwen3_vl_moe another tensor by Transpose"):
+    with pytest.raises(
+        CheckpointError, match="down_proj of model_type=qwen3_vl_moe another tensor by Transpose"
+    ):
         loaded(folder)
 
 

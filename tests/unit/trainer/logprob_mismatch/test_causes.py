@@ -159,3 +159,25 @@ def test_a_few_experts_that_are_tied_between_two_passes_are_not_chance() -> None
     assert found.kind == "experts' routes"
     without = replace(off, rescored=(off.old_logp, drawn), has_experts=False)
     assert cause_of(without, LIMITS).kind == "chance"
+
+
+def test_a_trainer_whose_numbers_depend_on_the_batch_is_named_before_another_push_that_mends() -> (
+    None
+):
+    """As where equal scores are chosen between: new completions may agree by chance."""
+    off = evidence(one_in(2, 0.5))
+    off = replace(off, after_push=log_prob_gap(off.old_logp, off.old_logp, MASK))
+    same = replace(off, alone_logp=off.old_logp + one_in(2, 5e-5))  # rounding
+    assert cause_of(same, LIMITS).kind == "weights"
+    found = cause_of(replace(off, alone_logp=off.old_logp + one_in(3, 0.2)), LIMITS)
+    assert found.kind == "batch"
+    assert "by up to 0.2, if their row is scored by itself" in found.why
+    fine = LIMITS._replace(percentile=1e-9, mean=1e-9)
+    assert cause_of(same, fine).kind == "weights", "rounding is no batch"
+
+
+def test_a_few_experts_that_are_tied_in_a_row_by_itself_are_routes() -> None:
+    off = evidence(one_in(40, 0.5), has_experts=True)
+    tied = replace(off, alone_logp=off.old_logp + one_in(40, 0.2))
+    assert cause_of(tied, LIMITS).kind == "experts' routes"
+    assert cause_of(replace(tied, has_experts=False), LIMITS).kind == "batch"
