@@ -147,7 +147,7 @@ class ModelCheck:
         yield from reference.of_logits(logits, fields)
         difference = reference.uneven(built, tokens, logits)
         if difference > TOLERANCE:
-            yield reference.of_halves(difference)
+            yield reference.of_uneven(difference)
         yield from self._sampled(built, tokenizer, model.max_positions, whole=whole)
         return Compared(rows, logits, difference)
 

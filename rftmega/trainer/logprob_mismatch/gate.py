@@ -20,7 +20,14 @@ from rftmega.core.sampling_seeds import sampling_seed
 from rftmega.core.types import Prompt, Rollout, Rows, Samples, Sampling
 from rftmega.trainer.experience.samples import collect, complete
 from rftmega.trainer.logprob_mismatch.bundle import GapBundle, rows_under_other_prompts
-from rftmega.trainer.logprob_mismatch.causes import Evidence, Limits, cause_of, matches, worst_rows
+from rftmega.trainer.logprob_mismatch.causes import (
+    Evidence,
+    Limits,
+    cause_of,
+    matches,
+    worst_rows,
+    worst_tokens,
+)
 
 # Upper bounds for a correct engine, by the dtype of the forward pass; measured in docs/push.md.
 LIMITS = {
@@ -151,13 +158,15 @@ class GapGate:
         rows, versions = worst.rows, worst.versions
         score = self.machinery.policy.log_probs
         rescored = (score(rows).logp, score(rows).logp)  # before another push, like the first
-        alone = self._alone(rows, rescored[0])
+        own_logp, own_mask = old_logp.select(index).padded(), mask.select(index).padded()
+        cuts = worst_tokens(worst.behaviour_logp, own_logp, own_mask) + 2  # a target and its input
+        alone = self._alone(rows, cuts, own_logp)
         evidence = Evidence(
             whole=gap,
             share_beyond=(gaps > self.limits.percentile).double().mean().item(),
-            mask=mask.select(index).padded(),
+            mask=own_mask,
             behaviour_logp=worst.behaviour_logp,
-            old_logp=old_logp.select(index).padded(),
+            old_logp=own_logp,
             untempered_logp=score(rows, temperature=1.0).logp if self.temperature != 1.0 else None,
             other_prompt=self._other_prompt(worst),
             after_push=self._gap_after_push(samples.prompts, step),
@@ -179,19 +188,17 @@ class GapGate:
             config=self.config,
         )
 
-    def _alone(self, rows: Rows, logp: Tensor) -> Tensor | None:
-        """Returns the trainer's log-probs of `rows` [B, T], each scored by itself and cut after half
-        of its completion; behind the cut they are those of `logp`. None for rows with images.
+    def _alone(self, rows: Rows, cuts: Tensor, logp: Tensor) -> Tensor | None:
+        """Returns the trainer's log-probs of `rows` [B, T], each scored by itself and without its
+        tokens from `cuts` [B] on, where they are those of `logp`. None for rows with images.
         """
         if rows.images is not None:
             return None
         found = logp.clone()
-        for row in range(len(rows)):
-            prompt, length = int(rows.prompt_lengths[row]), int(rows.lengths[row])
-            kept = prompt + (length - prompt + 1) // 2
+        for row, kept in enumerate(torch.minimum(cuts, rows.lengths).tolist()):
             cut = Rows(
                 rows.tokens[row : row + 1, :kept],
-                rows.prompt_lengths[row : row + 1],
+                rows.prompt_lengths[row : row + 1].clamp(max=kept),
                 torch.tensor([kept]),
                 rows.mask[row : row + 1, : kept - 1],
             )

@@ -153,9 +153,7 @@ def test_a_policy_that_drops_while_it_scores_is_named_before_another_push(tmp_pa
     assert cause_of(kept.evidence, kept.limits).kind == "chance"
 
 
-def test_a_policy_whose_numbers_depend_on_the_rows_beside_and_the_tokens_behind_is_named(
-    tmp_path: Path,
-) -> None:
+def test_a_policy_whose_numbers_depend_on_the_tokens_behind_is_named(tmp_path: Path) -> None:
     machinery = Machinery()
     samples = rollout(machinery, version=0)
     old = machinery.log_probs(samples.rows).logp
@@ -165,18 +163,15 @@ def test_a_policy_whose_numbers_depend_on_the_rows_beside_and_the_tokens_behind_
         found = plain(rows, **how)
         if len(rows) == 1:
             scored.append((rows.tokens.shape[1], int(rows.lengths[0]), rows.mask.shape[1]))
-            return TokenStats(found.logp - 0.25, None)
+            found.logp[0, -1] = -0.5  # of the last token alone, as the engine has it
         return found
 
     machinery.log_probs = of_the_length  # type: ignore[method-assign]
     for row in range(len(samples)):
-        samples.behaviour_logp[row].add_(0.5)
-    with pytest.raises(GapExceeded, match="Cause: batch: the trainer itself .* by up to 0.25, if"):
+        samples.behaviour_logp[row][1] = -0.5  # the first token of each completion
+    with pytest.raises(GapExceeded, match="Cause: batch: the trainer itself .* by up to 0.5, if"):
         gate(machinery, tmp_path).check(samples, old, 0)
-    whole = [int(length) for length in samples.rows.lengths]
-    assert len(scored) == 16
-    assert all(width == kept == mask + 1 for width, kept, mask in scored)
-    assert max(kept for _, kept, _ in scored) < max(whole), "no row was cut"
+    assert scored == [(3, 3, 2)] * 16
     kept = GapBundle.load(tmp_path / "step_000000")
     assert kept.evidence.alone_logp is not None
     assert cause_of(kept.evidence, kept.limits).kind == "batch"

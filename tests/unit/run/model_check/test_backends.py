@@ -146,11 +146,11 @@ def test_transformers_own_passes_that_differ_with_the_length_are_no_fault_of_a_b
             float(
                 (each[:n].log_softmax(-1) - (each[:n] * (1 + spread)).log_softmax(-1)).abs().max()
             )
-            for each, n in zip(logits, (4, 1, 7), strict=True)
+            for each, n in zip(logits, (6, 1, 7), strict=True)
         )
         assert difference == pytest.approx(wanted, abs=1e-6)
         off = [each + 0.5 for each in own]
         found = of_itself(of_log_probs(off, logits, rows, {}), difference)
         assert found.state == ("problem" if even else "note")
         assert ("Not comparable" in found.said) != even
-    assert reference.of_halves(0.3).state == "problem"
+    assert reference.of_uneven(0.3).state == "problem"
