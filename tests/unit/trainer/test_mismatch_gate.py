@@ -168,6 +168,7 @@ def test_a_policy_whose_numbers_depend_on_the_tokens_behind_is_named(tmp_path: P
 
     machinery.log_probs = of_the_length  # type: ignore[method-assign]
     for row in range(len(samples)):
+        samples.behaviour_logp[row].sub_(0.5)
         samples.behaviour_logp[row][1] = -0.5  # the first token of each completion
     with pytest.raises(GapExceeded, match="Cause: batch: the trainer itself .* by up to 0.5, if"):
         gate(machinery, tmp_path).check(samples, old, 0)
