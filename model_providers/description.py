@@ -232,9 +232,7 @@ MISSING = {
 }
 
 
-def describe(
-    hf_config: Mapping[str, Any], *, refused: Callable[[], str] = str
-) -> ModelDescription:
+def describe(hf_config: Mapping[str, Any], *, refused: Callable[[], str] = str) -> ModelDescription:
     """Returns the description of the model of `hf_config`, the content of a Hugging Face
     config.json.
 

@@ -106,7 +106,9 @@ def refusal_of_config(config: Any) -> str:
                     f"{given}: the tokens of a prompt see each other in both directions, which neither training nor generation "
                     f"does here. Set {field}=false in config.json to train and use the model as a causal decoder."
                 )
-            return f"{given}: tokens see later ones, so none can be predicted from what came before."
+            return (
+                f"{given}: tokens see later ones, so none can be predicted from what came before."
+            )
     return ""
 
 

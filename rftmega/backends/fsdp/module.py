@@ -274,7 +274,7 @@ def places_in(files: HFFolder, built: Built, *, value_model: bool) -> dict[str, 
     Raises CheckpointError as `places_of` does, and for a tensor of a dtype that can't be read.
     """
     parameters = dict(built.network.named_parameters())
-    wanted = {name: parameters[own] for own, name in built.names.items()}
+    wanted: dict[str, Tensor] = {name: parameters[own] for own, name in built.names.items()}
     wanted |= state_buffers(built.model)
     for name in (VALUE_WEIGHT, VALUE_BIAS):
         if name not in files:
