@@ -29,8 +29,8 @@ NAME = "model.safetensors"
 ACCEPTED = "backend=fsdp accepts this config.json"
 
 
-def built(world: Any, folders: Sequence[Path]) -> list[str]:
-    """What the build says of each folder; "": nothing."""
+def built(world: Any, folders: Sequence[Path], rank: int = 0) -> list[str]:
+    """What the build says of each folder, with adapters of this rank; "": nothing."""
     from rftmega.core.errors import RFTMegaError
     from rftmega.run.train import built_backend
 
@@ -38,6 +38,7 @@ def built(world: Any, folders: Sequence[Path]) -> list[str]:
     found = []
     for folder in folders:
         config = config_of_sweep(folder)
+        config.model.lora.rank = rank
         try:
             built_backend(config).policy(config)
             found.append("")
@@ -47,9 +48,11 @@ def built(world: Any, folders: Sequence[Path]) -> list[str]:
     return found
 
 
-def before(folder: Path) -> str:
+def before(folder: Path, rank: int = 0) -> str:
+    config = config_of_sweep(folder)
+    config.model.lora.rank = rank
     try:
-        preflight(config_of_sweep(folder), 1)
+        preflight(config, 1)
     except ConfigError as error:
         return str(error)
     return ""
@@ -139,3 +142,13 @@ def test_weights_that_the_build_refuses_are_refused_before(tmp_path: Path) -> No
     assert all(said)
     for folder, late in zip(folders, said, strict=True):
         assert late in before(folder)
+
+
+def test_adapters_on_parts_of_a_tensor_are_refused_before(tmp_path: Path) -> None:
+    for name, original in FORMATS.items():
+        save_tiny_of("hrm_text", tmp_path / name, original=original)
+    folders = [tmp_path / name for name in FORMATS]
+    ((divided, whole),) = run_ranks(1, built, folders, 2)
+    assert "q_proj.weight is a part of model.L_module.layers.0.attn.gqkv_proj.weight" in divided
+    assert divided in before(folders[0], 2)
+    assert (whole, before(folders[1], 2)) == ("", "")
