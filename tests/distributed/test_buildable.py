@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from rftmega.backends.fsdp.buildable import refuse_unbuildable
 from rftmega.core.errors import CheckpointError, ConfigError
@@ -16,6 +17,7 @@ from rftmega.model_providers.hf_config import read_hf_config
 from rftmega.run.model_check import weights
 from rftmega.run.preflight import preflight
 from tests.families import CannotBuildError, causal_types, config_of_sweep, save_tiny_of, silence
+from tests.family_configs import tiny_config
 from tests.ranks import run_ranks
 
 FORMATS = {"published": True, "transformers": False}
@@ -152,3 +154,13 @@ def test_adapters_on_parts_of_a_tensor_are_refused_before(tmp_path: Path) -> Non
     assert "q_proj.weight is a part of model.L_module.layers.0.attn.gqkv_proj.weight" in divided
     assert divided in before(folders[0], 2)
     assert (whole, before(folders[1], 2)) == ("", "")
+
+
+def test_a_tensor_that_nothing_makes_anew_is_refused_before(tmp_path: Path) -> None:
+    """Sinusoidal positions of TrOCR, with which transformers' own model of the folder fails, too."""
+    config = tiny_config("trocr")
+    config.use_learned_position_embeddings = False
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    ((late,),) = run_ranks(1, built, [tmp_path])
+    assert "keeps 'weights' as neither parameter nor buffer" in late
+    assert late in before(tmp_path)

@@ -117,7 +117,16 @@ def _tied_elsewhere(model: PreTrainedModel, name: str) -> CheckpointError:
 
 
 def _recompute_buffers(model: PreTrainedModel) -> None:
-    """Lets transformers recompute all buffers that checkpoints don't contain."""
+    """Lets transformers recompute all buffers that checkpoints don't contain. Raises CheckpointError
+    for a tensor without memory that is none: nothing makes it anew.
+    """
+    for module in model.modules():
+        for name, tensor in vars(module).items():
+            if isinstance(tensor, Tensor) and tensor.is_meta:
+                raise CheckpointError(
+                    f"{type(module).__name__} of {type(model).__name__} keeps {name!r} as neither parameter nor buffer, so "
+                    f"transformers does not make it anew. {advice(model.config, 'Take another model')}"
+                )
     owners = [each for each in model.modules() if isinstance(each, PreTrainedModel)]
     # the innermost model of each module, whose class initialises it
     owner_of = {module: owner for owner in owners for module in owner.modules()}
