@@ -232,27 +232,28 @@ MISSING = {
 }
 
 
-def describe(hf_config: Mapping[str, Any]) -> ModelDescription:
+def describe(hf_config: Mapping[str, Any], *, refused: Callable[[], str] = str) -> ModelDescription:
     """Returns the description of the model of `hf_config`, the content of a Hugging Face
     config.json.
 
     Raises CheckpointError, naming the field, for an unsupported architecture, or a setting that
     Megatron-Core 0.16 can't represent here. The error for an architecture says whether backend=fsdp
-    trains the model.
+    trains the model; `refused` returns the reason why it can't read the model's weights, "" if it
+    can or if there are none.
     """
     try:
         return described(hf_config)
     except UnknownFamilyError as error:
-        raise CheckpointError(f"{error} {_other_backend(hf_config)}") from error
+        raise CheckpointError(f"{error} {_other_backend(hf_config, refused)}") from error
 
 
 class UnknownFamilyError(CheckpointError):
     """Raised for a model_type that backend=megatron does not support."""
 
 
-def _other_backend(hf_config: Mapping[str, Any]) -> str:
+def _other_backend(hf_config: Mapping[str, Any], refused: Callable[[], str]) -> str:
     """Returns what an error says of backend=fsdp for a model that Megatron's does not support."""
-    if why := refusal(hf_config):
+    if why := refusal(hf_config) or refused():
         return f"backend=fsdp can't train it either: {why.rstrip('.')}. Choose another model, or correct its config.json."
     return "backend=fsdp accepts this config.json: set it, and let `rftmega check` compare the model with transformers."
 

@@ -64,8 +64,11 @@ def output_head(model: "PreTrainedModel") -> OutputHead:
             replaced.enter_context(_in_place_of(linear, noted))
             logits = model(input_ids=torch.zeros(1, 1, dtype=torch.int64)).logits
     except Exception as error:  # model code may raise anything if weights are missing
+        own = {id(each) for part in (*decoders.values(), linear) for each in part.parameters()}
+        beside = [name for name, each in model.named_parameters() if id(each) not in own]
+        why = f"it computes with {beside[0]}, too" if beside else str(error)
         raise _refused(
-            kind, f"its forward pass does more than call decoder and output head: {error}"
+            kind, f"its forward pass does more than call decoder and output head: {why}"
         ) from error
     if len(seen) != 1:
         raise _refused(kind, f"it calls its output head {len(seen)} times")

@@ -24,6 +24,14 @@ UNSUPPORTED = {
     "minimax": "transformers 5.19 gives its first tokens other logits in a longer sequence",
     "xlnet": "it predicts tokens from those before and behind them, in random order",
 }
+PREFIX = "prefix_lm"
+# fields of config.json that say which tokens a token sees -> value of a causal decoder
+CAUSAL = {
+    "use_bidirectional_attention": False,
+    "causal": True,
+    "is_causal": True,
+    PREFIX: False,
+}
 TOWERS = ("vision_config", "audio_config")
 SIZES = ("num_hidden_layers", "hidden_size", "vocab_size")
 
@@ -42,6 +50,7 @@ def refusal(fields: Mapping[str, Any]) -> str:
         if reason := refusal_of_config(config) or without_sizes(config):
             return reason
         model = on_meta(config, "eager")
+        refuse_bidirectional(model)
         output_head(model)
         refuse_shared(model, layers_of(model))
     except Exception as error:  # of each class's own code, given a user's file
@@ -89,10 +98,32 @@ def refusal_of_config(config: Any) -> str:
         )
     if why := UNSUPPORTED.get(kind):
         return f"model_type={kind} can't be trained with backend=fsdp: {why}."
-    for field, causal in (("use_bidirectional_attention", False), ("causal", True)):
+    for field, causal in CAUSAL.items():
         if getattr(config, field, causal) not in (causal, None):
-            return f"{field}={str(not causal).lower()}: tokens see later ones, so none can be predicted from what came before."
+            given = f"{field}={str(getattr(config, field)).lower()}"
+            if field == PREFIX:
+                return (
+                    f"{given}: the tokens of a prompt see each other in both directions, which neither training nor generation "
+                    f"does here. Set {field}=false in config.json to train and use the model as a causal decoder."
+                )
+            return (
+                f"{given}: tokens see later ones, so none can be predicted from what came before."
+            )
     return ""
+
+
+def refuse_bidirectional(model: "PreTrainedModel") -> None:
+    """Raises CheckpointError if self-attention of a built decoder sees later tokens, as that of
+    BERT's classes does unless is_decoder is set.
+    """
+    kind = type(model).__name__
+    for name, module in decoder_of(model).named_modules():
+        for field in ("is_decoder", "causal"):
+            if vars(module).get(field) is False:
+                raise CheckpointError(
+                    f"{kind}: {field}=false in {name}, so tokens see later ones, and none can be predicted from what came "
+                    f"before. Set {field}=true in config.json if the model was trained so; otherwise take a causal decoder."
+                )
 
 
 def without_sizes(config: Any) -> str:

@@ -37,6 +37,12 @@ LARGEST = (
     3_000_000  # parameters; a larger model has a size that tests/family_configs.py doesn't know
 )
 NOISE = 0.05
+TABLE_OF_EXPERTS = ".tid2eid"  # by token id
+# fields without which a type is refused, and with which it is measured
+ACCEPTED: dict[str, dict[str, Any]] = {
+    "hrm_text": {"prefix_lm": False},
+    "bert-generation": {"is_decoder": True},
+}
 LARGE_HEAD = 32  # the smallest that vLLM's kernels for a CPU have
 PROMPTED = 2  # rows whose prompts an engine is given
 STAGES = ("log-probs", "gradient", "steps", "push", "export", "resume")
@@ -69,8 +75,9 @@ def types_with_media() -> list[str]:
     return sorted(set(MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES) - set(causal_types()))
 
 
-def save_tiny_of(model_type: str, folder: Path, head: int = HEAD) -> None:
-    """Writes a tiny random model as a Hugging Face folder. `head`: elements of a head of attention.
+def save_tiny_of(model_type: str, folder: Path, head: int = HEAD, *, original: bool = True) -> None:
+    """Writes a tiny random model as a Hugging Face folder. `head`: elements of a head of attention;
+    `original`: with the names and tensors of published folders, not those of transformers' class.
 
     Raises CannotBuildError if transformers doesn't compute logits with it.
     """
@@ -81,6 +88,8 @@ def save_tiny_of(model_type: str, folder: Path, head: int = HEAD) -> None:
         return
     try:
         config = tiny_config(model_type, head)
+        for field, value in ACCEPTED.get(model_type, {}).items():
+            setattr(config, field, value)
         with torch.device("meta"):
             size = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
         if size > LARGEST:
@@ -96,10 +105,13 @@ def save_tiny_of(model_type: str, folder: Path, head: int = HEAD) -> None:
                 if tensor.is_floating_point():  # some classes leave memory as it was
                     tensor.nan_to_num_(0.0, 0.0, 0.0).clamp_(-1.0, 1.0)
                     tensor.add_(NOISE * torch.randn(tensor.shape))
+            for name, buffer in model.named_buffers():
+                if name.endswith(TABLE_OF_EXPERTS):
+                    buffer.random_(0, config.num_local_experts)
         logits = model.eval()(input_ids=torch.tensor([[5, 6, 7]]), use_cache=False).logits
         if logits.shape[:2] != (1, 3) or not bool(logits.isfinite().all()):
             raise ValueError(f"its logits are {tuple(logits.shape)}")
-        model.save_pretrained(folder)
+        model.save_pretrained(folder, save_original_format=original)
     except Exception as error:
         raise CannotBuildError(f"{type(error).__name__}: {first_line(error)}") from error
 
@@ -110,7 +122,8 @@ def refusal_of(model_type: str) -> str:
     from rftmega.core.errors import CheckpointError
 
     with tempfile.TemporaryDirectory() as name:
-        (Path(name) / "config.json").write_text(json.dumps({"model_type": model_type}))
+        fields = {"model_type": model_type} | ACCEPTED.get(model_type, {})
+        (Path(name) / "config.json").write_text(json.dumps(fields))
         try:
             describe_any(read_config(name))
         except CheckpointError as error:

@@ -31,6 +31,7 @@ difference from transformers' model in float64, one row at a time:
 
 Bounds are 1e-5 (push and vLLM: 1e-4, resume: 0).
 Rows of `qwen2_vl`, `qwen2_5_vl` and `qwen3_vl` have images, but for vLLM.
+`hrm_text` has `prefix_lm: false`; with true it is refused.
 """
 WITHOUT_VLLM = """
 ## Not in vLLM on a CPU

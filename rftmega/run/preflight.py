@@ -1,6 +1,7 @@
 """Checks a run before a process group or a model exists, and reports all problems in one error."""
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 from rftmega.backends.decoder.adapted_layers import adapted_of
@@ -12,7 +13,7 @@ from rftmega.backends.decoder.describe import (
 )
 from rftmega.backends.decoder.meta_decoder import describe as described
 from rftmega.backends.decoder.tensor_plan import styles_of
-from rftmega.config import SERVED_VOCABULARY, ParallelConfig, RunConfig
+from rftmega.config import SERVED_VOCABULARY, LoRA, ParallelConfig, RunConfig
 from rftmega.config.capabilities import backend_of, engine_of
 from rftmega.config.options.teachers import Teacher, names_of
 from rftmega.config.teacher_config import config_of
@@ -31,7 +32,6 @@ from rftmega.model_providers.description import (
 )
 from rftmega.model_providers.hf_config import read_hf_config
 from rftmega.model_providers.installed import installed, uses_transformer_engine
-from rftmega.model_providers.output_head import output_head
 from rftmega.model_providers.placement import holdings
 from rftmega.model_providers.transformers_decoders import on_meta, unknown_to_transformers
 from rftmega.models.hf.hf_folder import HFFolder
@@ -74,7 +74,7 @@ def preflight(
             found.append(str(error))
     else:
         found += _layout_violations(config, config.model.path, model, config.parallel)
-        found += _of_backend(config, model, on if here else None, f"model.path={config.model.path}")
+        found += _of_backend(config, model, on if here else None, named="model.path", known=found)
         found += _value_models(config, model) + _adapters(config, model)
         if config.algorithm.task == "rl":
             found += _teachers(config, model, on if here else None)
@@ -100,20 +100,29 @@ def preflight(
         )
     found += run_end.refusals(config) + _quantised(config) + (_key(config) if here else [])
     if found:
-        raise ConfigError.listing("This run can't start", found)
+        raise ConfigError.listing("This run can't start", list(dict.fromkeys(found)))
 
 
 def _of_backend(
-    config: RunConfig, model: ModelDescription, on: device.Device | None, option: str
+    config: RunConfig,
+    model: ModelDescription,
+    on: device.Device | None,
+    *,
+    named: str = "",
+    known: Sequence[str] = (),
 ) -> list[str]:
     """Returns the reasons why the backend of `config` can't compute `config.model`, besides its
-    layout. `on`: this process's type of device; None: the model is computed elsewhere. `option`:
-    that gives the model, and its value.
+    layout. `on`: this process's type of device; None: the model is computed elsewhere. `named`: the
+    option that gives the model. `known`: reasons so far; if one names the folder, nothing is built.
     """
     longest = config.rollout.max_row_tokens
     if backend_of(config).any_decoder:
-        too_long = beyond_its_positions(read_config(config.model.path), longest)
-        return too_long + [f"{option}: {reason}" for reason in _output_head(config)]
+        path, value = config.model.path, config.algorithm.task == "reward_model"
+        found = beyond_its_positions(read_config(path), longest)
+        if not any(path in reason for reason in (*known, *found)):
+            lora = config.model.lora
+            found += _unbuildable(path, value_model=value, lora=lora, named=named)
+        return found
     found = []
     if on is not None and on.type == "cuda" and model.experts and not uses_transformer_engine():
         found.append(
@@ -152,7 +161,7 @@ def _described(config: RunConfig, path: str) -> ModelDescription:
     if backend_of(config).any_decoder:
         read = read_config(path)
         return describe_any(read, tower_of(path, read))
-    return describe(read_hf_config(path))
+    return describe(read_hf_config(path), refused=lambda: "".join(_unbuildable(path)))
 
 
 def _counted(config: RunConfig, path: str) -> ModelDescription:
@@ -272,16 +281,24 @@ def _layout_violations(
     return []
 
 
-def _output_head(config: RunConfig) -> list[str]:
-    """Returns the reason why log-probs can't be computed with the model's LM head under
-    backend=fsdp; [] if they can.
+def _unbuildable(
+    path: str, *, value_model: bool = False, lora: LoRA | None = None, named: str = ""
+) -> list[str]:
+    """Returns the reason why backend=fsdp can't build the model of the folder `path`, with the
+    adapters `lora`; [] if it can, or if the folder has no weights. `named`: the option that names
+    the folder, which a reason without the path begins with.
     """
-    if config.algorithm.task == "reward_model":
+    from rftmega.backends.fsdp.buildable import refuse_unbuildable  # its import takes seconds
+
+    if not list(Path(path).glob("*.safetensors")):
         return []
     try:
-        output_head(on_meta(read_config(config.model.path), "eager"))
-    except (CheckpointError, ValueError, ImportError) as error:
+        refuse_unbuildable(path, value_model=value_model, lora=lora)
+    except ConfigError as error:
         return [str(error)]
+    except (CheckpointError, ValueError, ImportError) as error:
+        told = str(error)
+        return [told if path in told or not named else f"{named}={path}: {told}"]
     return []
 
 
@@ -395,7 +412,7 @@ def _teachers(config: RunConfig, policy: ModelDescription, on: device.Device | N
             found.append(f"algorithm.teachers: {option}: {error}")
             continue
         reasons = _layout_violations(own, path, model, teacher.parallel)
-        reasons += _of_backend(own, model, on, "LM head")
+        reasons += _of_backend(own, model, on)
         if other := different_tokens(config.model.path, path):
             reasons.append(f"{other}. Take a teacher with the policy's tokenizer.")
         if why := _too_many_tokens(teacher, model.vocabulary):
@@ -442,6 +459,8 @@ def _value_model(
     except CheckpointError as error:
         return [f"{option}: {error}"]
     reasons = _layout_violations(config, path, model, parallel)
+    if backend_of(config).any_decoder:
+        reasons += _unbuildable(path, value_model=True)
     found = [f"For the {what}: {reason}" for reason in reasons]
     if model.vocabulary != policy.vocabulary:
         found.append(

@@ -61,7 +61,10 @@ class LocalShards:
     """LocalShards looks up elements of HF tensors in the shards of this process."""
 
     def __init__(self, shards: Sequence[Shard]):
-        self._held = {shard.logical.names: shard for shard in shards}
+        # several parameters may be parts of one tensor
+        self._held: dict[tuple[str, ...], list[Shard]] = {}
+        for shard in shards:
+            self._held.setdefault(shard.logical.names, []).append(shard)
         # elements with an addend are computed on each access and not cached
         self.computed = any(shard.addend is not None for shard in shards)
         self.device = shards[0].tensor.device
@@ -73,16 +76,15 @@ class LocalShards:
         """Returns the blocks (boxes) of HF tensor number `number` of `tensor` that this process
         holds, with their elements; see `Shard.views`.
         """
-        shard = self._held.get(tensor.names)
-        return [] if shard is None else list(shard.views(number))
+        held = self._held.get(tensor.names, ())
+        return [piece for shard in held for piece in shard.views(number)]
 
     def boxes(self, tensor: LogicalTensor, number: int) -> list[Box]:
         """Returns the blocks (boxes) of HF tensor number `number` of `tensor` that this process
         holds.
         """
-        shard = self._held.get(tensor.names)
-        parts = () if shard is None else shard.parts
-        return [part.box for part in parts if part.number == number]
+        held = self._held.get(tensor.names, ())
+        return [part.box for shard in held for part in shard.parts if part.number == number]
 
     def missing(self, tensor: LogicalTensor, number: int, boxes: Iterable[Box]) -> int:
         """Returns how many elements of `boxes`, disjoint blocks of HF tensor number `number` of
@@ -103,13 +105,14 @@ class LocalShards:
         bits.
         """
         pieces = {} if pieces is None else pieces
-        shard = self._held.get(wanted.tensor.names)
-        for part in shard.parts if shard else ():
-            if part.number == wanted.number and intersection(part.box, wanted.box) == wanted.box:
-                key = wanted.tensor.names, part
-                if shard and key not in pieces:
-                    pieces[key] = shard.elements(part)
-                return narrowed(pieces[key], within(wanted.box, part.box))
+        for shard in self._held.get(wanted.tensor.names, ()):
+            for part in shard.parts:
+                common = intersection(part.box, wanted.box)
+                if part.number == wanted.number and common == wanted.box:
+                    key = wanted.tensor.names, part
+                    if key not in pieces:
+                        pieces[key] = shard.elements(part)
+                    return narrowed(pieces[key], within(wanted.box, part.box))
         raise AssertionError(f"planned to send {wanted}, which is not here")
 
     def slices_of(self, wanted: list[TensorSlice]) -> list[Tensor]:
@@ -129,7 +132,8 @@ class LocalShards:
         """Drops the cached views if a parameter has new memory (e.g. after assigning `.data`). A
         storage that was freed and refilled, as offloading does, counts as the same memory.
         """
-        storages = [shard.tensor.untyped_storage()._cdata for shard in self._held.values()]
+        held = [shard for shards in self._held.values() for shard in shards]
+        storages = [shard.tensor.untyped_storage()._cdata for shard in held]
         if storages != self._storages:
             self._storages = storages
             self._kept.clear()

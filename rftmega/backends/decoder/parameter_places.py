@@ -2,8 +2,9 @@
 
 Most parameters have the same name as in the folder. Where transformers fuses tensors (experts into
 one three-dimensional tensor, gate and up into one), its conversion mapping defines the block (box)
-of each tensor in the parameter. Tensors that do not become a block (transposed, interleaved) raise
-CheckpointError.
+of each tensor in the parameter. Where it divides a tensor (queries, keys and values in one), the
+mapping defines the block of the tensor that each parameter is. Tensors that do not become blocks
+(transposed, interleaved) raise CheckpointError.
 """
 
 import re
@@ -36,12 +37,13 @@ from rftmega.core.shards import (
     ShardPart,
     disjoint,
     intersection,
+    shape_of,
     volume,
     whole,
     within,
 )
 from rftmega.model_providers.accepting_backends import advice
-from rftmega.models.hf.converted_names import converted_name
+from rftmega.models.hf.converted_names import converted_name, divided_among
 from rftmega.models.hf.hf_folder import HFFolder
 
 LAYER = re.compile(r"\.layers\.(\d+)\.")
@@ -57,13 +59,15 @@ class Placed:
     shape: tuple[int, ...]
     expert: int | None  # index in the parameter's first dimension; None: no such dimension
     offset: tuple[int, ...]  # in the parameter, or in the expert's slice
+    piece: Box | None = None  # of the tensor, which is divided among parameters; None: all of it
 
     @property
     def box(self) -> Box:
         """Returns the block (box) that the tensor occupies, in the parameter or, if `expert` is
         set, in that expert's slice.
         """
-        return tuple((at, at + size) for at, size in zip(self.offset, self.shape, strict=True))
+        sizes = self.shape if self.piece is None else shape_of(self.piece)
+        return tuple((at, at + size) for at, size in zip(self.offset, sizes, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +123,11 @@ def places_of(
             found[target].append(Placed(name, shape, None, (0,) * len(shape)))
             continue
         converter = converter_of[pattern]
+        divided = divided_among(model, target, converter, shape)
+        if divided and wanted.keys() >= divided.keys():
+            for each, piece in divided.items():
+                found[each].append(Placed(name, shape, None, (0,) * len(shape), piece))
+            continue
         number = members[target, pattern]
         members[target, pattern] += 1
         fused[target].append(_fused(files, name, shape, converter, pattern, number))
@@ -200,7 +209,7 @@ def _refuse_incomplete(
 ) -> None:
     if not places:
         raise CheckpointError(f"{files.folder} holds no {name}. The folder is incomplete.")
-    elements = sum(torch.Size(place.shape).numel() for place in places)
+    elements = sum(volume(place.box) for place in places)
     slices = {place.expert for place in places}
     inner = shape if slices == {None} else shape[1:]
     fits = all(
@@ -264,6 +273,13 @@ def plans_of(
     return found
 
 
+def buffer_dtype(files: HFFolder, name: str, buffer: Tensor) -> torch.dtype:
+    """Returns the dtype in which a buffer is pushed and saved: its own, or, of whole numbers, that
+    of the folder's tensor `name`, which is exported as it was.
+    """
+    return buffer.dtype if buffer.is_floating_point() else files.dtype_of(name, integers=True)
+
+
 def plan_of_buffer(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> ShardPlan:
     """Returns the ShardPlan of a whole buffer, which is a Hugging Face tensor of the same name."""
     layer = LAYER.search(name)
@@ -294,6 +310,8 @@ def _parts(
             offset = [low for low, _ in common]
             offset[0] -= rows[0] if rows is not None else 0
             box = within(_moved(common, moved), own)
+            if place.piece is not None:
+                box = _moved(box, [start for start, _ in place.piece])
             yield ShardPart(number, box, tuple(offset))
 
 
@@ -328,7 +346,8 @@ def read(files: HFFolder, shards: Iterable[Shard]) -> int:
         for number, (name, shape) in enumerate(
             zip(shard.logical.names, shard.logical.shapes, strict=True)
         ):
-            source = files.slice_of(name, shape)
+            integers = not shard.logical.dtype.is_floating_point
+            source = files.slice_of(name, shape, integers=integers)
             for box, elements in shard.views(number):
                 piece = source[tuple(slice(low, high) for low, high in box)]
                 read_bytes += piece.nbytes

@@ -87,7 +87,13 @@ class ShardedAdapters:
                     f"model.lora.targets: {weight} is {number} tensors of the folder, and can't have an adapter under "
                     f"backend=fsdp. {advice(self._config, 'Leave it out of the targets')}"
                 )
-            pairs = zip(pair_of(weight), pair_of(places[weight][0].name), layer.pair, strict=True)
+            (place,) = places[weight]
+            if place.piece is not None:
+                raise ConfigError(
+                    f"model.lora.targets: {weight} is a part of {place.name} in the folder, and can't have an adapter of its own "
+                    f"under backend=fsdp. {advice(self._config, 'Save the folder with save_original_format=False')}"
+                )
+            pairs = zip(pair_of(weight), pair_of(place.name), layer.pair, strict=True)
             for known, hf_name, matrix in pairs:
                 found[known] = [Placed(hf_name, tuple(matrix.shape), None, (0, 0))]
         for name, stack in self.stacks.items():

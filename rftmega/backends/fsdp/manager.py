@@ -18,8 +18,8 @@ from rftmega.backends.decoder.describe import tower_of
 from rftmega.backends.decoder.meta_decoder import describe, state_buffers
 from rftmega.backends.decoder.parameter_places import (
     Placed,
+    buffer_dtype,
     differs_from,
-    places_of,
     plan_of_buffer,
     plans_of,
     read,
@@ -29,10 +29,13 @@ from rftmega.backends.fsdp.adapters import ShardedAdapters, compare_copies
 from rftmega.backends.fsdp.expert_rows import make_experts_fit
 from rftmega.backends.fsdp.mesh import ShardingMesh
 from rftmega.backends.fsdp.module import (
+    OTHER_HEAD,
     VALUE_BIAS,
-    VALUE_WEIGHT,
     Built,
     meta_model,
+    opened,
+    places_in,
+    unusable,
     with_head,
 )
 from rftmega.backends.fsdp.sharding import local, materialise, shard_parameters, sharded_modules
@@ -41,7 +44,6 @@ from rftmega.backends.fsdp.weight import Weight
 from rftmega.backends.runner.gradient_check import ActiveAdapters
 from rftmega.backends.runner.learning_rate import learning_rate
 from rftmega.checkpoints import frozen_weights
-from rftmega.checkpoints.reader import is_distributed
 from rftmega.config import OptimizerConfig, RunConfig
 from rftmega.core.errors import CheckpointError
 from rftmega.core.json_files import read_json_object
@@ -52,7 +54,6 @@ from rftmega.model_providers.learning_mode import allow_recomputation, learn
 from rftmega.model_providers.output_head import names_of_head
 from rftmega.models.hf.hf_folder import HFFolder, is_finite
 from rftmega.models.hf.peft_folder import PEFTFolder, beginning
-from rftmega.models.hf.quantised_folder import open_quantised
 from rftmega.runtime import device
 from rftmega.runtime.device.random_stream import RandomStream
 from rftmega.runtime.device.residency import ADAM, GRADIENTS, MAIN_PARAMETERS, PARAMETERS, Residency
@@ -76,14 +77,9 @@ class FSDPModelManager:
         self.cfg, self.placement, self.value_model = cfg, placement, value_model
         self.where = device.current().here()
         self.dtype = DTYPES.get(cfg.model.dtype, device.current().train_dtype)
-        self.hf_config = read_json_object(Path(cfg.model.path) / "config.json")
-        if is_distributed(cfg.model.path):
-            raise CheckpointError(
-                f"{cfg.model.path} is a distributed checkpoint of Megatron, and backend=fsdp reads Hugging Face folders. "
-                "Convert it with `rftmega convert to-hf`, or take backend=megatron."
-            )
-        files = open_quantised(cfg.model.path, self.hf_config)
         path = cfg.model.path
+        self.hf_config = read_json_object(Path(path) / "config.json")
+        files = opened(path, self.hf_config)
         self.unpacked: str | None = None  # why rows are padded; None: they are packed
         built = with_head(
             self.model_provider_func(),
@@ -117,7 +113,7 @@ class FSDPModelManager:
         every = self._weights(names, places)
         # the model's weights, and the trained ones: the same, or its adapters' and a value head's
         own = set(built.names.values())
-        buffers = self._buffers(places)
+        buffers = self._buffers(files, places)
         self.weights_held = [weight for weight in every if weight.name in own] + buffers
         self.trained = [weight for weight in every if weight.learns]
         self._load(files)
@@ -168,21 +164,13 @@ class FSDPModelManager:
         """Returns parameter name (transformers') -> positions of the folder's tensors in the
         parameter.
         """
+        found = places_in(files, built, value_model=self.value_model)
         parameters = dict(built.network.named_parameters())
-        shapes = {name: tuple(parameters[own].shape) for own, name in built.names.items()}
-        without = [name for name in (VALUE_WEIGHT, VALUE_BIAS) if name not in files]
-        wanted = {name: shape for name, shape in shapes.items() if name not in without}
-        state = state_buffers(built.model)
-        wanted |= {name: tuple(buffer.shape) for name, buffer in state.items()}
-        weight, *others = names_of_head(built.model)
-        heads = [weight] if self.description.tied else []
-        heads = [weight, *others] if self.value_model else heads
-        found = places_of(built.model, wanted, files, allowed=heads)
-        # a value model that starts from a policy has a zero value head
-        made = {
-            name: [Placed(name, shapes[name], None, (0,) * len(shapes[name]))] for name in shapes
-        }
-        return made | found
+        for own, name in built.names.items():
+            if name not in found:  # a value model that starts from a policy has a zero value head
+                shape = tuple(parameters[own].shape)
+                found[name] = [Placed(name, shape, None, (0,) * len(shape))]
+        return found
 
     def _share_layers(self) -> None:
         size, rank = self.placement.tensor, self.placement.tensor_rank
@@ -214,15 +202,18 @@ class FSDPModelManager:
             found.append(Weight(known, parameter, plans, embeds, split, partial, held, pushed))
         return found
 
-    def _buffers(self, places: dict[str, list[Placed]]) -> list[Weight]:
-        """Returns the buffers that belong to the model's state. They are not sharded, keep their
-        own dtype and are never trained.
+    def _buffers(self, files: HFFolder, places: dict[str, list[Placed]]) -> list[Weight]:
+        """Returns the buffers that belong to the model's state. They are not sharded and never
+        trained; floating-point numbers keep the model's dtype, whole numbers are also pushed in
+        that of the folder.
         """
         found = []
         for name, buffer in state_buffers(self.model).items():
             (place,) = places[name]
-            plan = plan_of_buffer(place.name, place.shape, buffer.dtype)
-            found.append(Weight(name, buffer, [plan], False, None, False, buffer, buffer, True))
+            dtype = buffer_dtype(files, place.name, buffer)
+            plan = plan_of_buffer(place.name, place.shape, dtype)
+            pushed = buffer if dtype == buffer.dtype else torch.empty_like(buffer, dtype=dtype)
+            found.append(Weight(name, buffer, [plan], False, None, False, buffer, pushed, True))
         return found
 
     @torch.no_grad()
@@ -239,16 +230,15 @@ class FSDPModelManager:
                 read(files, shards)
             else:
                 weight.rows.zero_()
+            if not weight.learns and weight.pushed is not weight.rows:
+                weight.pushed.copy_(weight.rows)
             if not is_finite(weight.rows):
                 problems.append(f"NaN or infinite weights in {weight.name}")
             if self._ties(weight) and differs_from(files, head, shards):
-                problems.append(f"{head} is not the embedding, though tie_word_embeddings=true")
+                problems.append(OTHER_HEAD.format(head=head))
         found = sorted({problem for each in gather_objects(problems) for problem in each})
         if found:
-            raise CheckpointError(
-                f"{files.folder}: {', '.join(found[:10])}. Nothing can be learnt from there; take an earlier export, or "
-                "download the folder again."
-            )
+            raise unusable(files, found)
 
     def _adapt(self, adapters: ShardedAdapters) -> None:
         """Initialises the adapters, or loads them from a PEFT folder and compares PEFT's copies of

@@ -11,20 +11,31 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from rftmega.backends.decoder.describe import read_config
+from rftmega.backends.decoder.meta_decoder import state_buffers
+from rftmega.backends.decoder.parameter_places import Placed, places_of
 from rftmega.backends.fsdp.exchanges import copied
 from rftmega.backends.fsdp.packed_attention import ATTENTION, EDGES
 from rftmega.backends.fsdp.support import refusal_to_pack
+from rftmega.checkpoints.reader import is_distributed
 from rftmega.core.errors import CheckpointError
 from rftmega.core.teacher_scores import TeacherRequest
 from rftmega.model_providers.accepting_backends import advice
-from rftmega.model_providers.output_head import OutputHead, decoder_of, output_head
-from rftmega.model_providers.transformers_decoders import SEEING, on_meta
+from rftmega.model_providers.output_head import (
+    OutputHead,
+    decoder_of,
+    names_of_head,
+    output_head,
+)
+from rftmega.model_providers.transformers_decoders import SEEING, on_meta, refuse_bidirectional
+from rftmega.models.hf.hf_folder import HFFolder
+from rftmega.models.hf.quantised_folder import open_quantised
 from rftmega.models.kernels.chunked_head import Head
 from rftmega.models.kernels.linear_log_probs import VocabularyShard, linear_stats
 from rftmega.models.kernels.teacher_terms import TaughtTokens, teacher_numbers, teacher_terms
 from rftmega.models.lora.linear import LinearWithPair
 
 VALUE_WEIGHT, VALUE_BIAS = "score.weight", "score.bias"
+OTHER_HEAD = "{head} is not the embedding, though tie_word_embeddings=true"
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,6 +225,7 @@ def with_head(
 
     Raises CheckpointError if the model can't be run correctly.
     """
+    refuse_bidirectional(model)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     if value_model:
         hidden = model.config.get_text_config().hidden_size
@@ -232,6 +244,50 @@ def with_head(
     network = (SeeingNetwork if sees else Network)(decoder_of(model), head)
     own = {name: names[id(parameter)] for name, parameter in network.named_parameters()}
     return Built(network, model, own, unpacked)
+
+
+def opened(path: str, hf_config: Mapping[str, Any]) -> HFFolder:
+    """Opens the weights of a model folder with this config.json.
+
+    Raises CheckpointError if they can't be read, or are a distributed checkpoint of Megatron.
+    """
+    if is_distributed(path):
+        raise CheckpointError(
+            f"{path} is a distributed checkpoint of Megatron, and backend=fsdp reads Hugging Face folders. "
+            "Convert it with `rftmega convert to-hf`, or take backend=megatron."
+        )
+    return open_quantised(path, hf_config)
+
+
+def unusable(files: HFFolder, problems: Sequence[str]) -> CheckpointError:
+    """Returns the error for a folder whose weights have these problems."""
+    return CheckpointError(
+        f"{files.folder}: {', '.join(problems[:10])}. Nothing can be learnt from there; take an earlier export, or "
+        "download the folder again."
+    )
+
+
+def places_in(files: HFFolder, built: Built, *, value_model: bool) -> dict[str, list[Placed]]:
+    """Returns parameter or buffer name (transformers') -> positions of the folder's tensors in it,
+    for everything that `files` must have of a network; a value head may be missing.
+
+    Raises CheckpointError as `places_of` does, and for a tensor of a dtype that can't be read.
+    """
+    parameters = dict(built.network.named_parameters())
+    wanted: dict[str, Tensor] = {name: parameters[own] for own, name in built.names.items()}
+    wanted |= state_buffers(built.model)
+    for name in (VALUE_WEIGHT, VALUE_BIAS):
+        if name not in files:
+            wanted.pop(name, None)
+    weight, *others = names_of_head(built.model)
+    tied = bool(getattr(built.model.config, "tie_word_embeddings", False))
+    heads = [weight, *others] if value_model else [weight] if tied else []
+    shapes = {name: tuple(tensor.shape) for name, tensor in wanted.items()}
+    found = places_of(built.model, shapes, files, allowed=heads)
+    for name, places in found.items():
+        for place in places:
+            files.dtype_of(place.name, integers=not wanted[name].is_floating_point())
+    return found
 
 
 def _with_its_own_attention(path: str, config: Any) -> PreTrainedModel:

@@ -78,10 +78,7 @@ def materialise(network: nn.Module, model: PreTrainedModel, where: torch.device)
     sharded = {name: isinstance(each, DTensor) for name, each in network.named_parameters()}
     anew = [name for name, is_sharded in sharded.items() if not is_sharded]
     if any(sharded.values()) and anew:
-        raise CheckpointError(
-            f"transformers ties {anew[0]} of {type(model).__name__} to a tensor of its own, which backend=fsdp can't shard. "
-            + advice(model.config, "Take another model")
-        )
+        raise _tied_elsewhere(model, anew[0])
     _recompute_buffers(model)
     for group in sharded_modules(network):
         # allocates each parameter's final memory, padded to equal shards, before anybody refers to
@@ -90,8 +87,46 @@ def materialise(network: nn.Module, model: PreTrainedModel, where: torch.device)
         group.reshard()
 
 
+def refuse_to_materialise(network: nn.Module, model: PreTrainedModel) -> None:
+    """Raises CheckpointError, as `materialise` does, for a network on the meta device, which can't
+    be used afterwards.
+    """
+    before: list[Tensor] = []  # kept, so that no other object gets their ids
+    shards: dict[int, nn.Parameter] = {}
+    for module in network.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                before.append(parameter)
+                shard = nn.Parameter(torch.empty_like(parameter), parameter.requires_grad)
+                module._parameters[name] = shards.setdefault(id(parameter), shard)
+        for name in module._non_persistent_buffers_set:
+            if (buffer := module._buffers[name]) is not None and buffer.is_meta:
+                module._buffers[name] = torch.empty_like(buffer, device="cpu")
+    model.tie_weights()
+    own = set(map(id, shards.values()))
+    if anew := [name for name, each in network.named_parameters() if id(each) not in own]:
+        raise _tied_elsewhere(model, anew[0])
+    _recompute_buffers(model)
+
+
+def _tied_elsewhere(model: PreTrainedModel, name: str) -> CheckpointError:
+    return CheckpointError(
+        f"transformers ties {name} of {type(model).__name__} to a tensor of its own, which backend=fsdp can't shard. "
+        + advice(model.config, "Take another model")
+    )
+
+
 def _recompute_buffers(model: PreTrainedModel) -> None:
-    """Lets transformers recompute all buffers that checkpoints don't contain."""
+    """Lets transformers recompute all buffers that checkpoints don't contain. Raises CheckpointError
+    for a tensor without memory that is none: nothing makes it anew.
+    """
+    for module in model.modules():
+        for name, tensor in vars(module).items():
+            if isinstance(tensor, Tensor) and tensor.is_meta:
+                raise CheckpointError(
+                    f"{type(module).__name__} of {type(model).__name__} keeps {name!r} as neither parameter nor buffer, so "
+                    f"transformers does not make it anew. {advice(model.config, 'Take another model')}"
+                )
     owners = [each for each in model.modules() if isinstance(each, PreTrainedModel)]
     # the innermost model of each module, whose class initialises it
     owner_of = {module: owner for owner in owners for module in owner.modules()}

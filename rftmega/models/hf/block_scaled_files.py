@@ -75,9 +75,9 @@ class BlockScaledFolder(HFFolder):
         """Returns the names of the weights that are stored in FP8 with scales."""
         return {name.removesuffix(SCALES) for name in self._scales}
 
-    def dtype_of(self, name: str) -> torch.dtype:
+    def dtype_of(self, name: str, *, integers: bool | None = False) -> torch.dtype:
         if not self._is_scaled(name):
-            return super().dtype_of(name)
+            return super().dtype_of(name, integers=integers)
         if (said := self._said(name)["dtype"]) != STORED:
             raise CheckpointError(
                 f"{self.folder / self._holder(name)}: {name} is of dtype {said} and has scales; {STORED} has them."
@@ -85,9 +85,9 @@ class BlockScaledFolder(HFFolder):
         found: torch.dtype = getattr(torch, self._layout.dtype)
         return found
 
-    def slice_of(self, name: str, shape: tuple[int, ...]) -> Any:
+    def slice_of(self, name: str, shape: tuple[int, ...], *, integers: bool | None = False) -> Any:
         if not self._is_scaled(name):
-            return super().slice_of(name, shape)
+            return super().slice_of(name, shape, integers=integers)
         self.dtype_of(name)
         stored = self._file(self._holder(name)).get_slice(name)
         self._check_shape(name, tuple(stored.get_shape()), shape)

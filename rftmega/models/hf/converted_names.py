@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
+    Chunk,
     Concatenate,
     MergeModulelist,
     WeightConverter,
@@ -20,6 +21,7 @@ from transformers.core_model_loading import (
 
 from rftmega.converters import stacks_of
 from rftmega.core.json_files import read_json_object
+from rftmega.core.shards import Box, shape_of, whole
 from rftmega.models.hf.hf_folder import HFFolder
 
 EXPERT = re.compile(r"\.experts\.(\d+)\.")
@@ -43,6 +45,28 @@ def converted_name(
     return found
 
 
+def divided_among(
+    model: PreTrainedModel, target: str, converter: WeightConverter, shape: tuple[int, ...]
+) -> dict[str, Box]:
+    """Returns parameter name -> block of a folder's tensor of this shape, which `converter` divides
+    along one dimension; {} if it does something else. `target`: the first of these parameters.
+    """
+    (operation, *more) = converter.operations
+    if more or not isinstance(operation, Chunk):
+        return {}
+    patterns = operation.get_target_patterns(converter.target_patterns, config=model.config)
+    stem, found, end = target.rpartition(converter.target_patterns[0])
+    if not found or not 0 <= operation.dim < len(shape):
+        return {}
+    size, dim = -(-shape[operation.dim] // len(patterns)), operation.dim
+    boxes = {}
+    for number, each in enumerate(patterns):
+        start, stop = (min(place * size, shape[dim]) for place in (number, number + 1))
+        box = whole(shape)
+        boxes[stem + each + end] = (*box[:dim], (start, stop), *box[dim + 1 :])
+    return boxes
+
+
 class ConvertedNames:
     """ConvertedNames maps the tensors of a folder to views of a model's parameters."""
 
@@ -50,7 +74,7 @@ class ConvertedNames:
         """`folder`: the shapes of its tensors tell where tensors of several sizes lie in a
         parameter.
         """
-        self._folder = folder
+        self._folder, self._model = folder, model
         kept = model.state_dict().keys()
         # without duplicates: a tied LM head is the embedding
         named = [*model.named_parameters(), *model.named_buffers()]
@@ -64,15 +88,29 @@ class ConvertedNames:
         self._prefix = model.base_model_prefix
         self._stacked = self._places(read_json_object(Path(folder) / "config.json"))
 
+    def places_of(self, name: str, shape: tuple[int, ...]) -> list[tuple[Tensor, Box]]:
+        """Returns the views of model parameters that blocks (boxes) of the folder's tensor `name`,
+        of shape `shape`, correspond to; [] if there are none.
+        """
+        target, pattern = self._renamed(name)
+        if pattern is not None:
+            divided = divided_among(self._model, target, self._of_pattern[pattern], shape)
+            if divided and self._state.keys() >= divided.keys():
+                places = [(self._state[each], box) for each, box in divided.items()]
+                fits = all(view.shape == shape_of(box) for view, box in places)
+                return places if fits else []
+        view = self.place_of(name, shape)
+        return [] if view is None else [(view, whole(shape))]
+
     def place_of(self, name: str, shape: tuple[int, ...]) -> Tensor | None:
         """Returns the view of a model parameter that corresponds to the folder's tensor `name` of
         shape `shape`; None if no parameter has such a view.
         """
         target, pattern = self._renamed(name)
-        if (whole := self._state.get(target)) is None:
+        if (found := self._state.get(target)) is None:
             stacked = self._stacked.get(name)
             return stacked if stacked is not None and stacked.shape == shape else None
-        place = whole if pattern is None else self._within(whole, name, pattern, shape)
+        place = found if pattern is None else self._within(found, name, pattern, shape)
         return place if place is not None and place.shape == shape else None
 
     def _places(self, hf_config: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -80,23 +118,24 @@ class ConvertedNames:
         names that these have in the architecture's conversion table.
         """
         return {
-            name: place.of(whole[place.expert])
+            name: place.of(stacked[place.expert])
             for stack in stacks_of(hf_config)
-            if (whole := self._state.get(stack.name)) is not None and whole.shape == stack.published
+            if (stacked := self._state.get(stack.name)) is not None
+            and stacked.shape == stack.published
             for name, place in stack.places(transposed=True)
         }
 
     def _within(
-        self, whole: Tensor, name: str, pattern: str, shape: tuple[int, ...]
+        self, parameter: Tensor, name: str, pattern: str, shape: tuple[int, ...]
     ) -> Tensor | None:
         converter = self._of_pattern[pattern]
-        place, merged = whole, 0
+        place, merged = parameter, 0
         for operation in converter.operations:
             if isinstance(operation, MergeModulelist) and operation.dim == 0:
                 expert = EXPERT.search(name)
-                if expert is None or int(expert[1]) >= len(whole):
+                if expert is None or int(expert[1]) >= len(parameter):
                     return None
-                place, merged = whole[int(expert[1])], 1
+                place, merged = parameter[int(expert[1])], 1
             elif isinstance(operation, Concatenate):
                 axis = operation.dim - merged
                 first = self._begin(name, pattern, converter, place.shape[axis], shape, axis)

@@ -54,6 +54,7 @@ DTYPES = {
 OF_DTYPE = ("dtype", "torch_dtype")  # fields of config.json, of transformers 5 and before
 SECTIONS = ("text_config", "vision_config", "audio_config")
 WEIGHT_DTYPES = ("F64", "F32", "F16", "BF16")
+INTEGERS = ("I64", "I32", "I16", "I8", "U8", "BOOL")
 TABLES = ("I64", "U64", "BOOL")  # no format stores quantised weights in these
 CODES = {dtype: code for code, dtype in DTYPES.items()} | {torch.float8_e4m3fn: "F8_E4M3"}
 
@@ -119,26 +120,26 @@ class HFFolder:
         """Returns the total number of elements of all tensors in the folder."""
         return sum(math.prod(self.shape_of(name)) for name in self.names)
 
-    def slice_of(self, name: str, shape: tuple[int, ...]) -> Any:
+    def slice_of(self, name: str, shape: tuple[int, ...], *, integers: bool | None = False) -> Any:
         """Returns a lazy slice of tensor `name`: indexing the slice reads only the selected
         elements.
 
-        `shape`: the shape that the tensor must have. Raises CheckpointError if the tensor is
-        missing or has another shape.
+        `shape`: the shape that the tensor must have; `integers`: see `dtype_of`. Raises
+        CheckpointError if the tensor is missing or has another shape.
         """
         file = self._holder(name)
-        self.dtype_of(name)
+        self.dtype_of(name, integers=integers)
         found = self._file(file).get_slice(name)
         self._check_shape(name, tuple(found.get_shape()), shape)
         return found
 
-    def whole(self, name: str, shape: tuple[int, ...]) -> Tensor:
+    def whole(self, name: str, shape: tuple[int, ...], *, integers: bool | None = False) -> Tensor:
         """Returns tensor `name`, which must have shape `shape`, read into newly allocated memory: a
         mapped file would stay resident.
 
         Raises CheckpointError as `slice_of` does.
         """
-        tensor = torch.empty(shape, dtype=self.dtype_of(name))
+        tensor = torch.empty(shape, dtype=self.dtype_of(name, integers=integers))
         self.fill([tensor], name, shape)
         return tensor
 
@@ -149,7 +150,7 @@ class HFFolder:
         Raises CheckpointError as `slice_of` does.
         """
         file, said = self._holder(name), self._said(name)
-        self.dtype_of(name)
+        self.dtype_of(name, integers=not targets[0].dtype.is_floating_point)
         start, _ = self._header(file)
         self._check_shape(name, tuple(said["shape"]), shape)
         begin, end = said["data_offsets"]
@@ -177,21 +178,26 @@ class HFFolder:
             read_into(stream, found, f"{self.folder / file}: {name}")
         return found
 
-    def dtype_of(self, name: str) -> torch.dtype:
+    def dtype_of(self, name: str, *, integers: bool | None = False) -> torch.dtype:
         """Returns the dtype of tensor `name`.
 
-        Raises CheckpointError unless the dtype is in WEIGHT_DTYPES: tensors of other dtypes are
-        quantised weights or no weights.
+        `integers`: whether the tensor must be a table of whole numbers, which is no weight, such as
+        a table of token ids to experts; None: either. Raises CheckpointError for any other dtype:
+        weights are in WEIGHT_DTYPES unless they are quantised.
         """
         said = self._said(name)["dtype"]
-        if said not in WEIGHT_DTYPES:
-            remedy = "Quantised weights can't be trained: convert the folder to bfloat16 first."
-            if said in TABLES:
-                remedy = "It may be a table of tokens or experts, which is neither trained nor pushed. Take another model."
+        accepted = (*INTEGERS, *WEIGHT_DTYPES) if integers is None else WEIGHT_DTYPES
+        if said in (INTEGERS if integers else accepted):
+            return DTYPES[said]
+        where = f"{self.folder / self._holder(name)}: {name} is of dtype {said}"
+        if integers:
             raise CheckpointError(
-                f"{self.folder / self._holder(name)}: {name} is of dtype {said}; weights are {', '.join(WEIGHT_DTYPES)}. {remedy}"
+                f"{where}; the model has a table of whole numbers there. Take the folder that belongs to this config.json."
             )
-        return DTYPES[said]
+        remedy = "Quantised weights can't be trained: convert the folder to bfloat16 first."
+        if said in TABLES:
+            remedy = "It may be a table of tokens or experts, which is neither trained nor pushed. Take another model."
+        raise CheckpointError(f"{where}; weights are {', '.join(WEIGHT_DTYPES)}. {remedy}")
 
     def shape_of(self, name: str) -> tuple[int, ...]:
         return tuple(self._said(name)["shape"])
@@ -441,11 +447,14 @@ def copy_companions(
 
 
 def _dtype_of(shards: Mapping[str, Sequence[PlannedTensor]]) -> str | None:
-    """Returns the name of the dtype that most bytes of tensors have; None if it is none of weights."""
+    """Returns the name of the dtype that most bytes of tensors have, without tables of whole
+    numbers; None if it is none of weights.
+    """
     sizes = Counter[torch.dtype]()
     for tensors in shards.values():
         for tensor in tensors:
-            sizes[tensor.dtype] += tensor.bytes
+            if CODES[tensor.dtype] not in TABLES:
+                sizes[tensor.dtype] += tensor.bytes
     if not sizes:
         return None
     (dtype, _), *_ = sizes.most_common(1)

@@ -91,8 +91,10 @@ class MXFP4Folder(HFFolder):
     def names(self) -> Iterable[str]:
         return [*(name for name in super().names if name not in self._hidden), *sorted(self.packed)]
 
-    def dtype_of(self, name: str) -> torch.dtype:
-        return self._dtype if name in self.packed else super().dtype_of(name)
+    def dtype_of(self, name: str, *, integers: bool | None = False) -> torch.dtype:
+        if name in self.packed:
+            return self._dtype
+        return super().dtype_of(name, integers=integers)
 
     def shape_of(self, name: str) -> tuple[int, ...]:
         if name not in self.packed:
@@ -100,9 +102,9 @@ class MXFP4Folder(HFFolder):
         experts, rows, groups, _ = super().shape_of(name + BLOCKS)
         return (experts, groups * GROUP, rows)
 
-    def slice_of(self, name: str, shape: tuple[int, ...]) -> Any:
+    def slice_of(self, name: str, shape: tuple[int, ...], *, integers: bool | None = False) -> Any:
         if name not in self.packed:
-            return super().slice_of(name, shape)
+            return super().slice_of(name, shape, integers=integers)
         found = self.shape_of(name)
         if found != tuple(shape):
             raise CheckpointError(

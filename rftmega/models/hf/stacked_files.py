@@ -104,9 +104,9 @@ class UnstackedFolder(HFFolder):
     def files(self) -> list[Path]:
         return self._stored.files
 
-    def slice_of(self, name: str, shape: tuple[int, ...]) -> Any:
+    def slice_of(self, name: str, shape: tuple[int, ...], *, integers: bool | None = False) -> Any:
         if (place := self._places.get(name)) is None:
-            return self._stored.slice_of(name, shape)
+            return self._stored.slice_of(name, shape, integers=integers)
         _check(place, name, shape)
         return MatrixSlice(self._stored.slice_of(place.stack.name, self._shape_of(place)), place)
 
@@ -122,9 +122,9 @@ class UnstackedFolder(HFFolder):
             target.copy_(rows)
         return checksum(matrix)
 
-    def dtype_of(self, name: str) -> torch.dtype:
+    def dtype_of(self, name: str, *, integers: bool | None = False) -> torch.dtype:
         place = self._places.get(name)
-        return self._stored.dtype_of(place.stack.name if place else name)
+        return self._stored.dtype_of(place.stack.name if place else name, integers=integers)
 
     def shape_of(self, name: str) -> tuple[int, ...]:
         place = self._places.get(name)

@@ -25,6 +25,7 @@ from rftmega.core import expert_routes
 from rftmega.core.errors import WeightMismatch
 from rftmega.core.expert_routes import RoutedModel
 from rftmega.core.media_positions import images_of
+from rftmega.core.shards import narrowed, whole
 from rftmega.core.types import Completion, Sampling
 from rftmega.core.waveform_positions import PlacedWaveform
 from rftmega.data.media.audio_processor import AudioProcessor, audio_processor_of
@@ -97,6 +98,10 @@ def named_as_in_a_folder(model: PreTrainedModel) -> dict[str, Tensor]:
         else:
             found[f"{stem}.{kind}"] = tensor
     return found
+
+
+def _close(one: Tensor, other: Tensor) -> bool:
+    return torch.allclose(one, other, rtol=1e-4, atol=1e-4)
 
 
 def _memory(tensor: Tensor) -> int:
@@ -277,14 +282,20 @@ class TransformersEngine(Engine):
         """
         if self._caches is None:
             ids = torch.arange(3, 3 + CHECKED, device=self.where)[None]
-            whole = self.model(ids, use_cache=False).logits[0, -1]
+            every = self.model(ids, use_cache=False).logits[0]
             said = "gives other logits than a pass over the whole sequence"
             try:
                 cache = None
                 for part in (ids[:, : CHECKED // 2], *ids[:, CHECKED // 2 :].split(1, 1)):
                     out = self.model(part, past_key_values=cache, use_cache=True)
                     cache = out.past_key_values
-                self._caches = bool(torch.allclose(out.logits[0, -1], whole, rtol=1e-4, atol=1e-4))
+                self._caches = _close(out.logits[0, -1], every[-1])
+                half = self.model(ids[:, : CHECKED // 2], use_cache=False).logits[0]
+                if not self._caches and not _close(half, every[: CHECKED // 2]):
+                    said = (
+                        "can't be compared: without it, too, tokens have other logits in a longer sequence (equal scores "
+                        "of experts or of tokens to attend to, or tokens that see later ones)"
+                    )
             except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
                 self._caches, said = False, f"fails ({error})"
             if not self._caches:
@@ -309,16 +320,15 @@ class TransformersEngine(Engine):
         if self.quantised:
             named_tensors = rounded(named_tensors)
         for name, tensor in named_tensors:
-            known = own.get(name)
-            if known is None or known.shape != tensor.shape:
-                known = others.place_of(name, tuple(tensor.shape))
-            if known is None or name in loaded:
-                raise WeightMismatch(
-                    f"The engine has no {name} of shape {tuple(tensor.shape)}, or got it twice."
-                )
+            known, shape = own.get(name), tuple(tensor.shape)
+            places = [] if known is None or known.shape != shape else [(known, whole(shape))]
+            places = places or others.places_of(name, shape)
+            if not places or name in loaded:
+                raise WeightMismatch(f"The engine has no {name} of shape {shape}, or got it twice.")
             loaded.add(name)
-            lacking[_memory(known)] -= tensor.numel()
-            known.copy_(tensor)
+            for place, box in places:
+                lacking[_memory(place)] -= place.numel()
+                place.copy_(narrowed(tensor, box))
         missing = [
             name
             for name, place in own.items()

@@ -7,7 +7,13 @@ import torch
 
 from rftmega.backends.decoder.describe import TransformersModel, read_config, tower_of
 from rftmega.backends.decoder.meta_decoder import describe, state_buffers
-from rftmega.backends.decoder.parameter_places import places_of, plan_of_buffer, plans_of, read
+from rftmega.backends.decoder.parameter_places import (
+    buffer_dtype,
+    places_of,
+    plan_of_buffer,
+    plans_of,
+    read,
+)
 from rftmega.config.options.adapters import EMBEDDING
 from rftmega.converters.adapters import WEIGHT
 from rftmega.core.errors import CheckpointError
@@ -54,9 +60,10 @@ class FolderWeights:
             plans = plans_of(name, places[name], (0, len(rows)), self.dtype, opens=opens)
             self._held.append((name, rows, [plan.of(rows) for plan in plans]))
         for name, buffer in buffers.items():
-            values = torch.empty(wanted[name], dtype=buffer.dtype)
             (place,) = places[name]
-            plan = plan_of_buffer(place.name, place.shape, buffer.dtype)
+            dtype = buffer_dtype(files, place.name, buffer)
+            values = torch.empty(wanted[name], dtype=dtype)
+            plan = plan_of_buffer(place.name, place.shape, dtype)
             self._held.append((name, values, [plan.of(values)]))
         self.shards = [shard for _, _, shards in self._held for shard in shards]
 
@@ -86,19 +93,19 @@ class FolderWeights:
                 "it to the embedding alone, and merged weights can't."
             )
         compare_copies(files, pairs)
-        modules = set(pairs.modules)
+        modules, merged = set(pairs.modules), set()
         for shard in self.shards:
             for number, name in enumerate(shard.logical.names):
                 module = name.removesuffix(WEIGHT)
                 if module not in modules:
                     continue
-                modules.discard(module)
+                merged.add(module)
                 a, b = pairs.pair(module, *shard.logical.shapes[number])
                 whole = files.whole(name, shard.logical.shapes[number]).float()
                 whole += pairs.scaling * (b.float() @ a.float())
                 for box, elements in shard.views(number):
                     elements.copy_(whole[tuple(slice(low, high) for low, high in box)])
-        if modules:
+        if modules := modules - merged:
             raise CheckpointError(
                 f"{pairs.folder} has adapters for {min(modules)!r} ({len(modules)} such), which {files.folder} does not hold. "
                 "Give the model that they were trained with."

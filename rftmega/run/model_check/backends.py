@@ -14,7 +14,7 @@ from rftmega.core.json_files import read_json_object
 from rftmega.core.types import Rows
 from rftmega.models.hf.hf_folder import HFFolder
 from rftmega.run.model_check import reference
-from rftmega.run.model_check.findings import Finding, ok, problem, raised, skipped
+from rftmega.run.model_check.findings import Finding, note, ok, problem, raised, skipped
 from rftmega.run.placement.export import export
 from rftmega.run.train import built_backend
 from rftmega.runtime.parallel import process_group
@@ -35,6 +35,7 @@ class Compared(NamedTuple):
 
     rows: Rows[Tensor]
     logits: list[Tensor] | None
+    uneven: float = 0.0  # by how much transformers' log-probs change with the tokens behind them
 
 
 def rows_for(config: Mapping[str, Any], vocabulary: int, positions: int) -> Rows[Tensor]:
@@ -89,9 +90,9 @@ def of_backend(
         with process_group.start():
             policy = built_backend(config).policy(config)
             own = _log_probs(policy, given.rows)
-            done.append(_against_transformers(own, given, folder))
+            done.append(of_itself(_against_transformers(own, given, folder), given.uneven))
             yield done[-1]
-            done.append(_packing(policy, given.rows, own))
+            done.append(of_itself(_packing(policy, given.rows, own), given.uneven))
             yield done[-1]
             export(policy, scratch / "exported", config.trainer)
             policy.residency.finish()
@@ -102,6 +103,16 @@ def of_backend(
         yield from (
             skipped(each, f"{STAGES[len(done)]} failed") for each in STAGES[len(done) + 1 :]
         )
+
+
+def of_itself(finding: Finding, uneven: float) -> Finding:
+    """Returns a finding about a backend; a problem becomes a note if transformers' own log-probs
+    change with the batch, by `uneven`.
+    """
+    if finding.state != "problem" or uneven <= TOLERANCE:
+        return finding
+    said = f"Not comparable: transformers' own log-probs change by {uneven:.1e} with the tokens behind them (see logits). "
+    return note(finding.check, said + finding.said)
 
 
 def _log_probs(policy: Any, rows: Rows[Tensor]) -> list[Tensor]:
@@ -245,7 +256,10 @@ def _equal(before: HFFolder, after: HFFolder, name: str) -> bool:
     shape = before.shape_of(name)
     if after.shape_of(name) != shape:
         return False
-    return torch.equal(before.whole(name, shape).float(), after.whole(name, shape).float())
+    one, other = (folder.whole(name, shape, integers=None) for folder in (before, after))
+    if not one.is_floating_point():
+        return torch.equal(one, other)
+    return torch.equal(one.float(), other.float())
 
 
 def _reloaded(folder: Path, given: Compared) -> tuple[float, str]:

@@ -16,7 +16,14 @@ from rftmega.models.hf.hf_folder import HFFolder
 from rftmega.models.hf.quantised_folder import open_quantised
 from rftmega.run.conversion.progress_bar import progress_bar
 from rftmega.run.model_check import reference, truncated, weights
-from rftmega.run.model_check.backends import STAGES, Compared, of_backend, row_of, rows_for
+from rftmega.run.model_check.backends import (
+    STAGES,
+    TOLERANCE,
+    Compared,
+    of_backend,
+    row_of,
+    rows_for,
+)
 from rftmega.run.model_check.findings import Finding, ok, raised, skipped
 from rftmega.run.model_check.text import of_text
 from rftmega.runtime.device.cpu import CPU
@@ -135,10 +142,14 @@ class ModelCheck:
         except Exception as error:  # of each class's own code, given a user's folder
             yield raised("logits", error)
             return Compared(rows, None)
-        logits = [reference.logits_of(built, row_of(rows, each)) for each in range(len(rows))]
+        tokens = [row_of(rows, each) for each in range(len(rows))]
+        logits = [reference.logits_of(built, each) for each in tokens]
         yield from reference.of_logits(logits, fields)
+        difference = reference.uneven(built, tokens, logits)
+        if difference > TOLERANCE:
+            yield reference.of_uneven(difference)
         yield from self._sampled(built, tokenizer, model.max_positions, whole=whole)
-        return Compared(rows, logits)
+        return Compared(rows, logits, difference)
 
     def _sampled(
         self, model: Any, tokenizer: Any, positions: int, *, whole: bool

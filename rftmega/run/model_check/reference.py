@@ -102,6 +102,29 @@ def of_logits(logits: Sequence[Tensor], config: dict[str, Any]) -> Iterator[Find
     yield ok("logits", said)
 
 
+def uneven(model: Any, rows: Sequence[Tensor], logits: Sequence[Tensor]) -> float:
+    """Returns the largest difference between log-probs that transformers gives the first quarters of
+    a row by themselves and within the row, whose `logits` [T, V] are given.
+    """
+    found = 0.0
+    for row, whole in zip(rows, logits, strict=True):
+        for part in {len(row) // 4, len(row) // 2, len(row) * 3 // 4} - {0}:
+            alone = logits_of(model, row[:part]).log_softmax(-1)
+            found = max(found, float((alone - whole[:part].log_softmax(-1)).abs().max()))
+    return found
+
+
+def of_uneven(difference: float) -> Finding:
+    """Returns the finding about a difference, found by `uneven`, that is more than rounding."""
+    return problem(
+        "logits",
+        f"Transformers' own log-probs of a row's first tokens change by up to {difference:.1e} with the tokens that follow: "
+        "experts, or tokens to attend to, that have equal scores are chosen otherwise (weights that were hardly trained have "
+        "many), or tokens see later ones. A run would stop at the gap between engine and trainer.",
+        "Take trained weights if these are random; otherwise another model.",
+    )
+
+
 def of_prediction(model: Any, tokenizer: Any) -> Finding:
     """Returns a finding about the probability of English text under the whole model."""
     given = tokenizer.encode(SAID, chat_template=False)

@@ -133,7 +133,7 @@ def bytes_with(files: HFFolder, kept: int) -> int:
 
 def _planned(files: HFFolder, kept: int) -> list[PlannedTensor]:
     return [
-        PlannedTensor(name, files.dtype_of(name), files.shape_of(name))
+        PlannedTensor(name, files.dtype_of(name, integers=None), files.shape_of(name))
         for name in _names(files, kept)
     ]
 
@@ -160,7 +160,7 @@ def copy(
 
     def tensors() -> Iterator[tuple[str, Tensor]]:
         for name, _, shape in planned:
-            whole = files.whole(name, shape)
+            whole = files.whole(name, shape, integers=None)
             progress(whole.nbytes)
             yield name, whole
 

@@ -10,8 +10,6 @@ from safetensors import SafetensorError, safe_open
 
 from rftmega.backends.decoder.describe import describe_any, read_config, tower_of
 from rftmega.backends.decoder.meta_decoder import describe as described
-from rftmega.backends.decoder.meta_decoder import state_buffers
-from rftmega.backends.decoder.parameter_places import places_of
 from rftmega.backends.megatron.load import HEAD, HEADS, refuse_strangers
 from rftmega.config.capabilities import BACKENDS
 from rftmega.converters import has_table, instances, table
@@ -20,8 +18,8 @@ from rftmega.core.json_files import read_json_object, read_weight_map
 from rftmega.model_providers.description import ModelDescription
 from rftmega.model_providers.description import described as without_advice
 from rftmega.model_providers.hf_config import read_hf_config
-from rftmega.model_providers.output_head import names_of_head, output_head
-from rftmega.model_providers.transformers_decoders import on_meta
+from rftmega.model_providers.output_head import output_head
+from rftmega.model_providers.transformers_decoders import on_meta, refuse_bidirectional
 from rftmega.models.hf.hf_folder import INDEX, HFFolder
 from rftmega.models.hf.quantised_folder import open_quantised
 from rftmega.models.hf.stacked_files import open_folder
@@ -56,6 +54,7 @@ def _description(folder: Path, backend: str) -> ModelDescription:
     config = read_config(folder)
     describe_any(config)
     model = on_meta(config, "eager")
+    refuse_bidirectional(model)
     output_head(model)
     return described(model, tower_of(folder, config))
 
@@ -77,8 +76,13 @@ def of_config(folder: Path, found: ReadConfig, asked: Sequence[str]) -> Iterator
     )
     for backend, reason in found.refusals.items():
         said = f"backend={backend} refuses it: {reason}"
-        remedy = f"Set backend={next(iter(found.descriptions))}."
-        yield problem("config", said, remedy) if backend in asked else note("config", said)
+        if backend not in asked:
+            yield note("config", said)
+            continue
+        others = [name for name, why in usable(folder, found).items() if not why]
+        yield problem(
+            "config", said, f"Set backend={others[0]}." if others else _other_model(folder)
+        )
 
 
 def _other_model(folder: Path) -> str:
@@ -110,7 +114,7 @@ def of_files(folder: Path, found: ReadConfig) -> list[Finding]:
     except Exception as error:
         return [raised("weights", error)]
     if heads or all(refused.values()):  # the backends name the same cause in other words
-        return [*next(iter(refused.values())), *heads]
+        return heads or next(iter(refused.values()))
     size = sum(file.stat().st_size for file in files.files)
     said = f"{len(list(files.names))} tensors in {len(files.files)} file(s), {size / 1e9:.2f} GB; none is missing or left over"
     notes = [
@@ -209,7 +213,9 @@ def _tensors(folder: Path, backend: str, found: ReadConfig) -> Iterator[Finding]
     """Yields a problem for each kind of disagreement between config.json and the tensors."""
     try:
         if BACKENDS[backend].any_decoder:
-            _places_in_decoder(folder)
+            from rftmega.backends.fsdp.buildable import refuse_unbuildable  # takes seconds
+
+            refuse_unbuildable(folder)
         else:
             yield from _tensors_of_table(folder, found.descriptions[backend])
     except CheckpointError as error:
@@ -247,16 +253,6 @@ def _tensors_of_table(folder: Path, model: ModelDescription) -> Iterator[Finding
     if not missing:
         allowed = HEADS if model.tied else frozenset()
         refuse_strangers(files, rules, config, experts=experts, allowed=allowed)
-
-
-def _places_in_decoder(folder: Path) -> None:
-    model = on_meta(read_config(folder), "eager")
-    every = (*model.named_parameters(), *state_buffers(model).items())
-    wanted = {name: tuple(tensor.shape) for name, tensor in every}
-    tied = bool(getattr(model.config, "tie_word_embeddings", False))
-    heads = names_of_head(model)[:1] if tied else []
-    files = open_quantised(folder, read_json_object(folder / "config.json"))
-    places_of(model, wanted, files, allowed=heads)
 
 
 def _other_head(folder: Path, found: ReadConfig) -> Iterator[Finding]:

@@ -55,6 +55,8 @@ class GapBundle:
         }
         if evidence.untempered_logp is not None:
             tensors["untempered_logp"] = evidence.untempered_logp
+        if evidence.alone_logp is not None:
+            tensors["alone_logp"] = evidence.alone_logp
         tensors |= {f"{RESCORED}{n}": logp for n, logp in enumerate(evidence.rescored)}
         save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / TENSORS)
         about = {
@@ -108,6 +110,7 @@ def _built(about: dict[str, Any], tensors: dict[str, Tensor]) -> GapBundle:
         checksums=[_checksums(each) for each in about["checksums"]],
         has_experts=about["has_experts"],
         rescored=tuple(tensors[name] for name in sorted(tensors) if name.startswith(RESCORED)),
+        alone_logp=tensors.get("alone_logp"),
     )
     return GapBundle(
         step=about["step"],

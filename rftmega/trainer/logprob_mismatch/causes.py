@@ -15,6 +15,8 @@ from rftmega.core.types import SliceChecksums
 
 FEW = 0.05  # share of tokens: near-ties between experts are rare
 NAMED = 5  # tensors in a message
+ROUNDING = 1e-4  # nats: more than rounding in float32 changes a log-prob
+SAME = 0.1  # of a mismatch: so close are log-probs that explain it
 
 
 class Limits(NamedTuple):
@@ -51,11 +53,14 @@ class Evidence:
     has_experts: bool
     # by the trainer, of the same rows, in two more scoring passes
     rescored: tuple[Tensor, ...] = ()
+    # by the trainer, of each row by itself, without what is behind the token with the largest
+    # mismatch, where it is old_logp; None: not known
+    alone_logp: Tensor | None = None
 
 
 class Cause(NamedTuple):
-    """Cause of a mismatch: `kind` is chance, weights, tokens, sampling transform, experts' routes
-    or numbers; `why` is the explanation for the user.
+    """Cause of a mismatch: `kind` is chance, weights, tokens, sampling transform, batch, experts'
+    routes or numbers; `why` is the explanation for the user.
     """
 
     kind: str
@@ -66,7 +71,7 @@ def cause_of(evidence: Evidence, limits: Limits) -> Cause:
     """Returns the cause of the mismatch: the first one that the evidence supports; causes that
     would explain other findings as well are tested first.
     """
-    for look in (_chance, _weights, _tokens, _transform, _stale, _routes):
+    for look in (_chance, _weights, _tokens, _transform, _batch, _stale, _routes):
         if found := look(evidence, limits):
             return found
     return _numbers(evidence, limits)
@@ -190,6 +195,45 @@ def _transform(evidence: Evidence, limits: Limits) -> Cause | None:
             "min-p) and renormalises what is left, which the trainer does not",
         )
     return None
+
+
+def _batch(evidence: Evidence, limits: Limits) -> Cause | None:
+    """Returns the cause "batch" if the trainer gives tokens other log-probs when their row is scored
+    by itself and without the tokens behind them, as an engine computes it: many other ones, or the
+    engine's where the mismatch is largest.
+    """
+    alone, batched = evidence.alone_logp, evidence.old_logp
+    if alone is None:
+        return None
+    coarse = Limits(max(limits.percentile, ROUNDING), max(limits.mean, ROUNDING))
+    place = worst_tokens(evidence.behaviour_logp, batched, evidence.mask)[:, None]
+    theirs, ours, own = (
+        each.double().gather(1, place) for each in (evidence.behaviour_logp, batched, alone)
+    )
+    off = (theirs - ours).abs()
+    beyond = off > coarse.percentile
+    explained = beyond & ((theirs - own).abs() <= SAME * off)
+    mostly = 2 * int(explained.sum()) > int(beyond.sum())
+    if not mostly and not _disagree(alone, batched, evidence, coarse):
+        return None
+    engines = ", which are the engine's" if mostly else ""
+    return Cause(
+        "batch",
+        f"the trainer itself gives tokens other log-probabilities, by up to {_largest(alone, batched, evidence)}, if their row "
+        f"is scored by itself and without the tokens behind them{engines}. So the model's "
+        "own numbers depend on the batch, and the gap says nothing of weights and pushes: experts, or tokens to attend to, that "
+        "have equal scores are chosen by chance of the kernel (a model that was hardly trained has many), or tokens see later "
+        "ones. `rftmega check` compares passes of transformers' model. If it is ties, raise rollout.max_logprob_gap and "
+        "rollout.mean_logprob_gap",
+    )
+
+
+def worst_tokens(behaviour_logp: Tensor, old_logp: Tensor, mask: Tensor) -> Tensor:
+    """Returns [B] int64: the token of the mask with the largest mismatch in each row of log-probs
+    [B, T]; 0 in a row without such tokens.
+    """
+    gap = (behaviour_logp.double() - old_logp.double()).abs().nan_to_num(torch.inf, torch.inf)
+    return gap.where(mask, -1.0).argmax(1)
 
 
 def _stale(evidence: Evidence, limits: Limits) -> Cause | None:

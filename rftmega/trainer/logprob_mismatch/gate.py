@@ -17,10 +17,17 @@ from rftmega.core.errors import EngineError, GapExceeded
 from rftmega.core.interfaces import Machinery
 from rftmega.core.ragged import Ragged
 from rftmega.core.sampling_seeds import sampling_seed
-from rftmega.core.types import Prompt, Rollout, Samples, Sampling
+from rftmega.core.types import Prompt, Rollout, Rows, Samples, Sampling
 from rftmega.trainer.experience.samples import collect, complete
 from rftmega.trainer.logprob_mismatch.bundle import GapBundle, rows_under_other_prompts
-from rftmega.trainer.logprob_mismatch.causes import Evidence, Limits, cause_of, matches, worst_rows
+from rftmega.trainer.logprob_mismatch.causes import (
+    Evidence,
+    Limits,
+    cause_of,
+    matches,
+    worst_rows,
+    worst_tokens,
+)
 
 # Upper bounds for a correct engine, by the dtype of the forward pass; measured in docs/push.md.
 LIMITS = {
@@ -151,18 +158,22 @@ class GapGate:
         rows, versions = worst.rows, worst.versions
         score = self.machinery.policy.log_probs
         rescored = (score(rows).logp, score(rows).logp)  # before another push, like the first
+        own_logp, own_mask = old_logp.select(index).padded(), mask.select(index).padded()
+        cuts = worst_tokens(worst.behaviour_logp, own_logp, own_mask) + 2  # a target and its input
+        alone = self._alone(rows, cuts, own_logp)
         evidence = Evidence(
             whole=gap,
             share_beyond=(gaps > self.limits.percentile).double().mean().item(),
-            mask=mask.select(index).padded(),
+            mask=own_mask,
             behaviour_logp=worst.behaviour_logp,
-            old_logp=old_logp.select(index).padded(),
+            old_logp=own_logp,
             untempered_logp=score(rows, temperature=1.0).logp if self.temperature != 1.0 else None,
             other_prompt=self._other_prompt(worst),
             after_push=self._gap_after_push(samples.prompts, step),
             checksums=checksums,
             has_experts=self.machinery.numerics.has_experts,
             rescored=rescored,
+            alone_logp=alone,
         )
         return GapBundle(
             step=step,
@@ -176,6 +187,23 @@ class GapGate:
             evidence=evidence,
             config=self.config,
         )
+
+    def _alone(self, rows: Rows, cuts: Tensor, logp: Tensor) -> Tensor | None:
+        """Returns the trainer's log-probs of `rows` [B, T], each scored by itself and without its
+        tokens from `cuts` [B] on, where they are those of `logp`. None for rows with images.
+        """
+        if rows.images is not None:
+            return None
+        found = logp.clone()
+        for row, kept in enumerate(torch.minimum(cuts, rows.lengths).tolist()):
+            cut = Rows(
+                rows.tokens[row : row + 1, :kept],
+                rows.prompt_lengths[row : row + 1].clamp(max=kept),
+                torch.tensor([kept]),
+                rows.mask[row : row + 1, : kept - 1],
+            )
+            found[row, : kept - 1] = self.machinery.policy.log_probs(cut).logp[0]
+        return found
 
     def _other_prompt(self, worst: Samples) -> Tensor:
         """Looks for completions that the engine put at the wrong prompt. Returns [B] int64: for

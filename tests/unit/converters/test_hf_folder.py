@@ -168,6 +168,31 @@ def test_a_table_of_whole_numbers_is_not_called_a_quantised_weight(tmp_path: Pat
     assert "convert" not in str(raised.value)
 
 
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.bool])
+def test_a_table_is_read_as_it_is_where_the_model_has_one_and_weights_are_none(
+    dtype: torch.dtype, tmp_path: Path
+) -> None:
+    table = torch.arange(300).remainder(7).to(dtype)
+    save_file({"table": table, "weight": torch.ones(300)}, tmp_path / "model.safetensors")
+    files = HFFolder(tmp_path)
+    for integers in (True, None):
+        found = files.whole("table", (300,), integers=integers)
+        assert found.dtype == dtype and torch.equal(found, table)
+        assert torch.equal(files.slice_of("table", (300,), integers=integers)[:9], table[:9])
+    with pytest.raises(CheckpointError, match="the model has a table of whole numbers there"):
+        files.whole("weight", (300,), integers=True)
+    assert torch.equal(files.whole("weight", (300,), integers=None), torch.ones(300))
+
+
+@pytest.mark.parametrize("integers", [True, False, None])
+def test_numbers_of_8_bits_with_a_point_are_neither_weights_nor_a_table(
+    integers: bool | None, tmp_path: Path
+) -> None:
+    save_file({"a": torch.ones(8).to(torch.float8_e4m3fn)}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match="of dtype F8_E4M3"):
+        HFFolder(tmp_path).dtype_of("a", integers=integers)
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
 def test_weights_of_other_precisions_are_read(dtype: torch.dtype, tmp_path: Path) -> None:
     save_file({"model.norm.weight": torch.ones(64, dtype=dtype)}, tmp_path / "model.safetensors")

@@ -153,6 +153,31 @@ def test_a_policy_that_drops_while_it_scores_is_named_before_another_push(tmp_pa
     assert cause_of(kept.evidence, kept.limits).kind == "chance"
 
 
+def test_a_policy_whose_numbers_depend_on_the_tokens_behind_is_named(tmp_path: Path) -> None:
+    machinery = Machinery()
+    samples = rollout(machinery, version=0)
+    old = machinery.log_probs(samples.rows).logp
+    plain, scored = machinery.log_probs, []
+
+    def of_the_length(rows: Any, **how: Any) -> Any:
+        found = plain(rows, **how)
+        if len(rows) == 1:
+            scored.append((rows.tokens.shape[1], int(rows.lengths[0]), rows.mask.shape[1]))
+            found.logp[0, -1] = -0.5  # of the last token alone, as the engine has it
+        return found
+
+    machinery.log_probs = of_the_length  # type: ignore[method-assign]
+    for row in range(len(samples)):
+        samples.behaviour_logp[row].sub_(0.5)
+        samples.behaviour_logp[row][1] = -0.5  # the first token of each completion
+    with pytest.raises(GapExceeded, match="Cause: batch: the trainer itself .* by up to 0.5, if"):
+        gate(machinery, tmp_path).check(samples, old, 0)
+    assert scored == [(3, 3, 2)] * 16
+    kept = GapBundle.load(tmp_path / "step_000000")
+    assert kept.evidence.alone_logp is not None
+    assert cause_of(kept.evidence, kept.limits).kind == "batch"
+
+
 def test_all_processes_stop_where_one_finds_the_gap_too_large(tmp_path: Path) -> None:
     machinery = Machinery()
     samples = rollout(machinery, version=0)

@@ -3,6 +3,7 @@
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from rftmega.run.model_check.backends import (
     Compared,
     _export,
     expected,
+    of_itself,
     of_log_probs,
     row_of,
     rows_for,
@@ -124,3 +126,31 @@ def test_an_export_that_lacks_changes_or_adds_a_tensor_is_told(tmp_path: Path) -
         save_file(tensors, after / "model.safetensors")
         found = _export(before, after, given)
         assert (found.state, said in found.said) == ("problem", True), found
+
+
+def test_transformers_own_passes_that_differ_with_the_length_are_no_fault_of_a_backend(
+    drawn: Drawn,
+) -> None:
+    logits, rows, own = drawn
+
+    def model(*, input_ids: Tensor, use_cache: bool) -> Any:
+        known = next(
+            each for each, row in zip(logits, rows, strict=True) if row[0] == input_ids[0, 0]
+        )
+        length = input_ids.shape[1]
+        return SimpleNamespace(logits=known[None, :length] * (1 + spread * (length < 9)))
+
+    for spread, even in ((0.0, True), (0.5, False)):
+        difference = reference.uneven(model, rows, logits)
+        wanted = max(
+            float(
+                (each[:n].log_softmax(-1) - (each[:n] * (1 + spread)).log_softmax(-1)).abs().max()
+            )
+            for each, n in zip(logits, (6, 1, 7), strict=True)
+        )
+        assert difference == pytest.approx(wanted, abs=1e-6)
+        off = [each + 0.5 for each in own]
+        found = of_itself(of_log_probs(off, logits, rows, {}), difference)
+        assert found.state == ("problem" if even else "note")
+        assert ("Not comparable" in found.said) != even
+    assert reference.of_uneven(0.3).state == "problem"

@@ -9,7 +9,13 @@ import torch
 
 from rftmega.algorithms.mismatch import log_prob_gap
 from rftmega.core.types import SliceChecksums
-from rftmega.trainer.logprob_mismatch.causes import Evidence, Limits, cause_of, worst_rows
+from rftmega.trainer.logprob_mismatch.causes import (
+    Evidence,
+    Limits,
+    cause_of,
+    worst_rows,
+    worst_tokens,
+)
 from tests.columns import ragged
 
 LIMITS = Limits(1e-3, 1e-4)
@@ -159,3 +165,39 @@ def test_a_few_experts_that_are_tied_between_two_passes_are_not_chance() -> None
     assert found.kind == "experts' routes"
     without = replace(off, rescored=(off.old_logp, drawn), has_experts=False)
     assert cause_of(without, LIMITS).kind == "chance"
+
+
+def test_a_trainer_whose_numbers_depend_on_the_batch_is_named_before_another_push_that_mends() -> (
+    None
+):
+    """As where equal scores are chosen between: new completions may agree by chance."""
+    off = evidence(one_in(2, 0.5))
+    off = replace(off, after_push=log_prob_gap(off.old_logp, off.old_logp, MASK))
+    same = replace(off, alone_logp=off.old_logp + one_in(2, 5e-5))  # rounding
+    assert cause_of(same, LIMITS).kind == "weights"
+    found = cause_of(replace(off, alone_logp=off.old_logp + one_in(3, 0.2)), LIMITS)
+    assert found.kind == "batch"
+    assert (
+        "by up to 0.2, if their row is scored by itself and without the tokens behind them. So"
+        in found.why
+    )
+    fine = LIMITS._replace(percentile=1e-9, mean=1e-9)
+    assert cause_of(same, fine).kind == "weights", "rounding is no batch"
+
+
+def test_tokens_of_a_row_by_itself_that_are_the_engines_explain_few_tokens_too() -> None:
+    off = evidence(one_in(40, 0.5), has_experts=True)
+    tied = replace(off, alone_logp=off.old_logp + one_in(40, 0.2))
+    assert cause_of(tied, LIMITS).kind == "experts' routes"
+    assert cause_of(replace(tied, has_experts=False), LIMITS).kind == "batch"
+    found = cause_of(replace(off, alone_logp=off.behaviour_logp), LIMITS)
+    assert found.kind == "batch"
+    assert "without the tokens behind them, which are the engine's. So" in found.why
+    none = replace(off, behaviour_logp=off.behaviour_logp.masked_fill(off.mask, torch.nan))
+    assert cause_of(replace(none, alone_logp=none.old_logp), LIMITS).kind != "batch"
+
+
+def test_the_token_with_the_largest_mismatch_is_one_of_the_mask() -> None:
+    engine = torch.tensor([[9.0, 0.1, 0.3, 0.2], [0.0, 5.0, torch.nan, 0.0], [1.0, 0.0, 0.0, 0.0]])
+    mask = torch.tensor([[False, True, True, True], [False, True, True, True], [False] * 4])
+    assert worst_tokens(engine, torch.zeros(3, 4), mask).tolist() == [2, 2, 0]
