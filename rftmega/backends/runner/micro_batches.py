@@ -53,7 +53,9 @@ def plan_micro_batches(
 
     def sizes(rows: Sequence[int]) -> _Sizes:
         own = [lengths[row] for row in rows]
-        shared = [] if sorted_rows is None else sorted_rows.select(rows).shared.tolist()
+        shared = []
+        if sorted_rows is not None and len(rows) > 1:
+            shared = sorted_rows.select(rows).shared.tolist()
         return _Sizes(
             sum(own) - sum(shared),
             sum(n * n for n in own) - sum(n * n for n in shared),

@@ -9,7 +9,8 @@ as in prefix_attention.
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -63,7 +64,7 @@ class SegmentTree:
         self.longest = max(each.before + each.stop - each.start for each in segments)
         self.parts = _parts(self.segments)
         self._paths: dict[int | None, list[PathBatch]] = {}
-        self._gathered: list[_Gathered] | None = None
+        self._calls: list[_Call] | None = None
 
     def paths(self, where: torch.device, window: int | None = None) -> list[PathBatch]:
         """Returns the segments with the keys that they attend to, for a kernel that takes a mask:
@@ -76,11 +77,14 @@ class SegmentTree:
             ]
         return self._paths[window]
 
-    def gathered(self, where: torch.device) -> "list[_Gathered]":
-        """Returns the indices with which a kernel for rows of different lengths computes each part."""
-        if self._gathered is None:
-            self._gathered = [_Gathered(part, where) for part in self.parts]
-        return self._gathered
+    def calls(self, where: torch.device) -> "list[_Call]":
+        """Returns the kernel calls that compute all parts, each segment's own attention first."""
+        if self._calls is None:
+            if where.type == "cuda":
+                self._calls = [_Gathered(part, where) for part in self.parts]
+            else:
+                self._calls = [batch for part in self.parts for batch in _batches(part)]
+        return self._calls
 
 
 def _parts(segments: Sequence[RowSegment]) -> list[AttentionPart]:
@@ -155,10 +159,18 @@ class _TreeAttention(torch.autograd.Function):
         scale: float,
         sinks: Tensor | None,
     ) -> Tensor:
-        ctx.tree, ctx.scale = tree, scale
-        kernel: Any = _OnCUDA if query.is_cuda else _OnCPU
-        ctx.kernel = kernel(tree, query.device, scale)
-        attended, denominator = ctx.kernel.forward(query, key, value)
+        ctx.calls, ctx.scale, ctx.seeds = tree.calls(query.device), scale, []
+        kind = torch.promote_types(query.dtype, torch.float32)
+        attended = query.new_empty(query.shape, dtype=kind)
+        denominator = query.new_empty(query.shape[:2], dtype=kind)
+        for call in ctx.calls:
+            given = query[call.queries], key[call.keys], value[call.keys]
+            out, sums, seeds = call.forward(*given, scale)
+            ctx.seeds.append(seeds)
+            if call.causal:
+                attended[call.queries], denominator[call.queries] = out.to(kind), sums.to(kind)
+            else:
+                _join((attended, denominator), (out, sums), call.queries)
         if sinks is not None:
             joint = torch.logaddexp(denominator, sinks.to(denominator.dtype))
             attended *= (denominator - joint).exp()[..., None]
@@ -171,7 +183,16 @@ class _TreeAttention(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         query, key, value, attended, denominator, sinks = ctx.saved_tensors
         grad = grads[0].contiguous()
-        found = ctx.kernel.backward(grad, query, key, value, attended, denominator)
+        found = [torch.empty_like(x) for x in (query, key, value)]
+        for call, seeds in zip(ctx.calls, ctx.seeds, strict=True):
+            of_queries = (x[call.queries] for x in (grad, query, attended, denominator))
+            pulls = call.backward(*of_queries, key[call.keys], value[call.keys], seeds, ctx.scale)
+            places = (call.queries, call.keys, call.keys)
+            for whole, own, place in zip(found, pulls, places, strict=True):
+                if call.causal:  # every token occurs in one of these, which come first
+                    whole[place] = own
+                else:
+                    whole[place] += own
         to_sinks = None
         if sinks is not None:  # a sink's share takes from all weights of its head
             share = (sinks.to(denominator.dtype) - denominator).exp()
@@ -192,116 +213,135 @@ def _join(held: tuple[Tensor, Tensor], part: tuple[Tensor, Tensor], place: Any) 
     denominator[place] = joint
 
 
-class _OnCPU:
-    """_OnCPU computes the parts with torch's CPU kernel, which takes batches of spans of one shape."""
+class _Call(Protocol):
+    """_Call computes the attention of some queries to some keys with one kernel call."""
 
-    def __init__(self, tree: SegmentTree, where: torch.device, scale: float):
-        self.tree, self.scale = tree, scale
+    causal: bool  # queries and keys are the same tokens
+    queries: Any  # packed tokens: a slice, or an index [n]
+    keys: Any  # the same [k]
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns outputs [N, heads, d] and logarithms of the softmax denominators [N, heads], in
-        float32 or float64.
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, scale: float
+    ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+        """Returns outputs [n, heads, d], logarithms of the softmax denominators [n, heads], and
+        further inputs of the backward pass.
         """
-        kind = torch.promote_types(query.dtype, torch.float32)
-        held = (
-            query.new_empty(query.shape, dtype=kind),
-            query.new_empty(query.shape[:2], dtype=kind),
-        )
-        for part in self.tree.parts:
-            for batch in _batches(part):
-                rows = [_rows(x, own) for x, own in zip((query, key, value), batch, strict=True)]
-                out, sums = aten._scaled_dot_product_flash_attention_for_cpu(
-                    *rows, 0.0, part.causal, scale=self.scale
-                )
-                flat = out.transpose(1, 2).flatten(0, 1), sums.transpose(1, 2).flatten(0, 1)
-                if part.causal:
-                    for whole, own in zip(held, flat, strict=True):
-                        whole[batch[0].flat] = own.to(kind)
-                else:
-                    _join(held, flat, batch[0].flat)
-        return held
 
     def backward(
         self,
         grad: Tensor,
         query: Tensor,
-        key: Tensor,
-        value: Tensor,
         attended: Tensor,
         denominator: Tensor,
-    ) -> list[Tensor]:
-        """Returns the gradients of queries, keys and values."""
-        found = [torch.empty_like(x) for x in (query, key, value)]
-        for part in self.tree.parts:
-            for batch in _batches(part):
-                queries, keys, _ = batch
-                given = [_rows(x, own) for x, own in zip((query, key, value), batch, strict=True)]
-                pulls = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-                    _rows(grad, queries),
-                    *given,
-                    _rows(attended, queries),
-                    _rows(denominator[..., None], queries)[..., 0].contiguous(),
-                    0.0,
-                    part.causal,
-                    scale=self.scale,
-                )
-                places = (queries.flat, keys.flat, keys.flat)
-                for whole, own, place in zip(found, pulls, places, strict=True):
-                    flat = own.transpose(1, 2).flatten(0, 1)
-                    if part.causal:  # the first part, in which each token occurs once
-                        whole[place] = flat
-                    else:
-                        whole[place] += flat
-        return found
+        key: Tensor,
+        value: Tensor,
+        seeds: tuple[Tensor, ...],
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns the gradients of queries, keys and values, from the joint outputs `attended` and
+        denominators.
+        """
 
 
-class _Places(NamedTuple):
-    """_Places are the packed tokens of several spans of one length."""
+@dataclass(slots=True)
+class _Batch:
+    """_Batch computes spans of one shape with torch's kernel for a CPU."""
 
-    flat: Any  # a slice, or an index [spans * length]
+    causal: bool
+    queries: Any
+    keys: Any
     spans: int
 
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, scale: float
+    ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+        rows = [self._rows(x) for x in (query, key, value)]
+        out, sums = aten._scaled_dot_product_flash_attention_for_cpu(
+            *rows, 0.0, self.causal, scale=scale
+        )
+        return out.transpose(1, 2).flatten(0, 1), sums.transpose(1, 2).flatten(0, 1), ()
 
-def _rows(x: Tensor, places: _Places) -> Tensor:
-    """Returns packed tokens [N, heads, d] at places as a batch [spans, heads, length, d]."""
-    return x[places.flat].unflatten(0, (places.spans, -1)).transpose(1, 2)
+    def backward(
+        self,
+        grad: Tensor,
+        query: Tensor,
+        attended: Tensor,
+        denominator: Tensor,
+        key: Tensor,
+        value: Tensor,
+        seeds: tuple[Tensor, ...],
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        sums = self._rows(denominator[..., None])[..., 0].contiguous()
+        rows = [self._rows(x) for x in (grad, query, key, value, attended)]
+        pulls = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            *rows, sums, 0.0, self.causal, scale=scale
+        )
+        return tuple(pull.transpose(1, 2).flatten(0, 1) for pull in pulls)  # type: ignore[return-value]
+
+    def _rows(self, x: Tensor) -> Tensor:
+        """Maps [spans * length, heads, d] to [spans, heads, length, d]."""
+        return x.unflatten(0, (self.spans, -1)).transpose(1, 2)
 
 
-def _batches(part: AttentionPart) -> Iterable[tuple[_Places, _Places, _Places]]:
-    """Returns the places of queries, keys and values of each batch of spans of one shape."""
+def _batches(part: AttentionPart) -> Iterable[_Batch]:
+    """Returns a batch for each shape of the part's spans."""
     shapes: dict[tuple[int, int], list[AttentionSpan]] = defaultdict(list)
     for span in part.spans:
         shapes[span.queries, span.keys].append(span)
     for spans in shapes.values():
-        keys = _places([span.key for span in spans])
-        yield _places([span.query for span in spans]), keys, keys
+        queries = _places([span.query for span in spans])
+        keys = queries if part.causal else _places([span.key for span in spans])
+        yield _Batch(part.causal, queries, keys, len(spans))
 
 
-def _places(runs: Sequence[slice]) -> _Places:
+def _places(runs: Sequence[slice]) -> Any:
+    """Returns the packed tokens of all runs: a slice if the runs are adjacent, else an index."""
     if all(one.stop == other.start for one, other in zip(runs, runs[1:], strict=False)):
-        return _Places(slice(runs[0].start, runs[-1].stop), len(runs))
-    index = torch.cat([torch.arange(run.start, run.stop) for run in runs])
-    return _Places(index, len(runs))
+        return slice(runs[0].start, runs[-1].stop)
+    return torch.cat([torch.arange(run.start, run.stop) for run in runs])
 
 
 class _Gathered:
-    """_Gathered holds the arguments with which FlashAttention computes a part: queries and keys of
-    its spans, one span after another.
+    """_Gathered computes a part on CUDA with one call of FlashAttention-2 (Dao, arXiv:2307.08691),
+    which takes spans of different lengths: its queries and keys, one span after another.
     """
 
     def __init__(self, part: AttentionPart, where: torch.device):
         self.causal = part.causal
-        self.queries, self.query_edges = _joined([span.query for span in part.spans], where)
-        self.keys, self.key_edges = self.queries, self.query_edges
+        self.queries, query_edges = _joined([span.query for span in part.spans], where)
+        self.keys, key_edges = self.queries, query_edges
         if not part.causal:
-            self.keys, self.key_edges = _joined([span.key for span in part.spans], where)
-        self.longest_query = max(span.queries for span in part.spans)
-        self.longest_key = max(span.keys for span in part.spans)
+            self.keys, key_edges = _joined([span.key for span in part.spans], where)
+        longest_query = max(span.queries for span in part.spans)
+        longest_key = max(span.keys for span in part.spans)
+        lengths = (query_edges, key_edges, longest_query, longest_key)
+        self._arguments = *lengths, 0.0, self.causal
 
-    @property
-    def arguments(self) -> tuple[Any, ...]:
-        edges = (self.query_edges, self.key_edges)
-        return *edges, self.longest_query, self.longest_key, 0.0, self.causal
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, scale: float
+    ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+        out, sums, *seeds, _ = aten._flash_attention_forward(
+            query, key, value, *self._arguments, False, scale=scale
+        )
+        return out, sums.T, tuple(seeds)
+
+    def backward(
+        self,
+        grad: Tensor,
+        query: Tensor,
+        attended: Tensor,
+        denominator: Tensor,
+        key: Tensor,
+        value: Tensor,
+        seeds: tuple[Tensor, ...],
+        scale: float,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        given = (grad, query, key, value, attended, denominator.T.contiguous())
+        pulls: tuple[Tensor, Tensor, Tensor] = aten._flash_attention_backward(
+            *given, *self._arguments, *seeds, scale=scale
+        )
+        return pulls
 
 
 def _joined(runs: Sequence[slice], where: torch.device) -> tuple[Tensor, Tensor]:
@@ -310,66 +350,3 @@ def _joined(runs: Sequence[slice], where: torch.device) -> tuple[Tensor, Tensor]
     lengths = torch.tensor([0, *(run.stop - run.start for run in runs)])
     edges = lengths.cumsum(0).to(torch.int32)
     return index.to(where, non_blocking=True), edges.to(where, non_blocking=True)
-
-
-class _OnCUDA:
-    """_OnCUDA computes each part with one call of FlashAttention-2 (Dao, arXiv:2307.08691), which
-    takes spans of different lengths.
-    """
-
-    def __init__(self, tree: SegmentTree, where: torch.device, scale: float):
-        self.parts, self.scale = tree.gathered(where), scale
-        self.seeds: list[tuple[Tensor, Tensor]] = []  # further inputs of the backward pass
-
-    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns outputs [N, heads, d] and logarithms of the softmax denominators [N, heads], in
-        float32.
-        """
-        held = (
-            query.new_empty(query.shape, dtype=torch.float32),
-            query.new_empty(query.shape[:2], dtype=torch.float32),
-        )
-        for part in self.parts:
-            out, sums, *seeds, _ = aten._flash_attention_forward(
-                query[part.queries],
-                key[part.keys],
-                value[part.keys],
-                *part.arguments,
-                False,
-                scale=self.scale,
-            )
-            self.seeds.append(tuple(seeds))
-            if part.causal:
-                held[0][part.queries], held[1][part.queries] = out.float(), sums.T
-            else:
-                _join(held, (out, sums.T), part.queries)
-        return held
-
-    def backward(
-        self,
-        grad: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attended: Tensor,
-        denominator: Tensor,
-    ) -> list[Tensor]:
-        """Returns the gradients of queries, keys and values."""
-        found = [torch.zeros_like(x) for x in (query, key, value)]
-        for part, seeds in zip(self.parts, self.seeds, strict=True):
-            pulls = aten._flash_attention_backward(
-                grad[part.queries],
-                query[part.queries],
-                key[part.keys],
-                value[part.keys],
-                attended[part.queries],
-                denominator[part.queries].T.contiguous(),
-                *part.arguments,
-                *seeds,
-                scale=self.scale,
-            )
-            for whole, own, place in zip(
-                found, pulls, (part.queries, part.keys, part.keys), strict=True
-            ):
-                whole[place] += own
-        return found

@@ -210,7 +210,8 @@ def test_on_cuda_each_part_is_one_call_of_flash_attention(monkeypatch: pytest.Mo
     tree, mask, _ = tree_and_mask(9)
     given = [x.detach().float().requires_grad_() for x in tensors(len(mask), 4, 2, 8, 8)]
     monkeypatch.setattr(tree_attention, "aten", kernels)
-    monkeypatch.setattr(tree_attention, "_OnCPU", tree_attention._OnCUDA)
+    calls_on_cuda = [tree_attention._Gathered(part, torch.device("cpu")) for part in tree.parts]
+    monkeypatch.setattr(tree, "calls", lambda where: calls_on_cuda)
     assert len(tree.parts) == 3
     sinks = torch.randn(4, requires_grad=True)
     found = attend_to_tree(*given, tree, SCALE, sinks)
