@@ -8,7 +8,6 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -219,6 +218,15 @@ class Packing:
         grid = canvas.index_put((slots,), values)[:size].unflatten(0, (self.rows, self.columns))
         return grid if self.context_group is None else _Everyones.apply(grid, self.context_group)
 
+    def put_chosen(self, values: Tensor, chosen: "ChosenTokens | None") -> Tensor:
+        """Unpacks `values` [n, ...] of the chosen tokens, or for None of all slots, as `put` does."""
+        if chosen is None:
+            return self.put(values)
+        if chosen.copies is None:
+            return self.put(values, chosen.slots)
+        copied, slots = chosen.copies
+        return self.put(values[copied], slots)
+
 
 class ChosenTokens(NamedTuple):
     """ChosenTokens are tokens of a grid with the packed slots in which they are computed."""
@@ -228,13 +236,6 @@ class ChosenTokens(NamedTuple):
     slots_on_host: Tensor
     # of all m tokens: index [m] among the n whose results they have, and in the flat grid [m]
     copies: tuple[Tensor, Tensor] | None = None
-
-    def put(self, values: Tensor, packing: Packing) -> Tensor:
-        """Returns the results `values` [n, ...] of these tokens in the grid, see `Packing.put`."""
-        if self.copies is None:
-            return packing.put(values, self.slots)
-        chosen, slots = self.copies
-        return packing.put(values[chosen], slots)
 
 
 class _Everyones(torch.autograd.Function):
@@ -446,38 +447,24 @@ def custom_forward(
         raise ValueError(
             "position_ids must count from 0 in every row; rotary embeddings of packed rows know nothing else."
         )
-    tensor_group, context_group = tensor_and_context()
-    where = next(chunk.parameters()).device
-    if sorted_rows is not None:
-        packing = pack_shared(
-            mask, sorted_rows, tensor_multiple=token_multiple(config), where=where
-        )
-    else:
-        packing = pack(
-            mask,
-            tensor_multiple=token_multiple(config),
-            context_rank=dist.get_rank(context_group),
-            context=config.context_parallel_size,
-            context_group=context_group,
-            row_length=None if pack_seqs else int(mask.sum(1).max()),
-            total_length=padding_seqlen,
-            where=where,
-        )
-    ids = packing.take(input_ids)[None]
     no_logits = value_model or isinstance(logits_processor, HiddenProcessor)
+    if sorted_rows is not None and not no_logits:
+        raise ValueError(
+            "Rows that share tokens have no logits of their own; leave sorted_rows out."
+        )
+    packing = _packing_of(
+        mask, chunk, sorted_rows, whole_rows=not pack_seqs, total_length=padding_seqlen
+    )
+    ids = packing.take(input_ids)[None]
+    tensor_group, _ = tensor_and_context()
     with _routed(packing, routes, _seen_by_routers(packing, chunk, tensor_group)):
         output = _run(model, chunk, ids, packing, images, hidden_only=no_logits)
     if not chunk.post_process:
         return output
     if value_model:
-        values = chunk.value_head(output)
-        if packing.shared is None:
-            return packing.put(values)
-        everything = packing.selected(None)
-        assert everything is not None
-        return everything.put(values[everything.places], packing)
-    by_token = isinstance(logits_processor, HiddenProcessor)
-    chosen = packing.selected(needed) if by_token else None
+        chosen = packing.selected(None)
+        return packing.put_chosen(_at(chunk.value_head(output), chosen), chosen)
+    chosen = packing.selected(needed) if no_logits else None
     arguments = {
         name: packing.take(value, chosen) for name, value in (logits_processor_args or {}).items()
     }
@@ -485,28 +472,56 @@ def custom_forward(
         temperature = packing.take(temperature, chosen)
     temperature = temperature / vars(chunk)["logits_factor"]
     if isinstance(logits_processor, HiddenProcessor):
-        hidden = _for_output_layer(output, chunk, tensor_group)
-        pair = pair_of_head(chunk, output)
-        if chosen is not None:
-            hidden = hidden.index_select(0, chosen.places)
-            pair = pair and (pair[0].index_select(0, chosen.places), pair[1])
+        hidden, pair = _for_output_layer(output, chunk, tensor_group), pair_of_head(chunk, output)
         processed = logits_processor.from_hidden(
-            hidden,
+            _at(hidden, chosen),
             _output_weight(model, chunk),
             temperature=temperature,
             tensor_group=tensor_group,
-            pair=pair,
+            pair=pair and (_at(pair[0], chosen), pair[1]),
             slots=(chosen or packing).slots,
             **arguments,
         )
-        put = partial(chosen.put, packing=packing) if chosen is not None else packing.put
-        return {name: put(value) for name, value in processed.items()}
+        return {name: packing.put_chosen(value, chosen) for name, value in processed.items()}
     logits = output[0] / (temperature[:, None] if isinstance(temperature, Tensor) else temperature)
     if logits_processor is None:
         return packing.put(logits)
     return {
         name: packing.put(value) for name, value in logits_processor(logits, **arguments).items()
     }
+
+
+def _packing_of(
+    mask: Tensor,
+    chunk: GPTModel,
+    sorted_rows: SortedRows | None,
+    *,
+    whole_rows: bool,
+    total_length: int | None,
+) -> Packing:
+    """Packs the True positions of `mask` for this process of a pipeline chunk. `sorted_rows`: see
+    `custom_forward`; `whole_rows`: pad every row to the longest; `total_length`: see `pack`.
+    """
+    config, where = chunk.config, next(chunk.parameters()).device
+    multiple = token_multiple(config)
+    if sorted_rows is not None:
+        return pack_shared(mask, sorted_rows, tensor_multiple=multiple, where=where)
+    _, context_group = tensor_and_context()
+    return pack(
+        mask,
+        tensor_multiple=multiple,
+        context_rank=dist.get_rank(context_group),
+        context=config.context_parallel_size,
+        context_group=context_group,
+        row_length=int(mask.sum(1).max()) if whole_rows else None,
+        total_length=total_length,
+        where=where,
+    )
+
+
+def _at(values: Tensor, chosen: ChosenTokens | None) -> Tensor:
+    """Returns the values [n, ...] of the chosen tokens among those of all slots [N, ...]."""
+    return values if chosen is None else values.index_select(0, chosen.places)
 
 
 def _seen_by_routers(packing: Packing, chunk: GPTModel, tensor_group: Any) -> slice:
