@@ -7,10 +7,12 @@ from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from rftmega.core.shards import Shard
+from rftmega.runtime.parallel.collectives import gather_objects
 
-WORDS = {2: torch.int16, 4: torch.int32}
+WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by itemsize
 
 
 @torch.no_grad()
@@ -24,7 +26,28 @@ def sum_of(shards: Iterable[Shard], where: torch.device) -> int:
     for shard in shards:
         for number, name in enumerate(shard.logical.names):
             for _, elements in shard.views(number):
-                words = elements.view(WORDS[elements.itemsize])
-                total += (zlib.crc32(name.encode()) * words.sum(dtype=torch.int64)).to(where)
+                total += share_of(name, elements).to(where)
     dist.all_reduce(total)
     return int(total)
+
+
+def dtypes_beside(dtype: torch.dtype, shards: Iterable[Shard]) -> dict[str, str]:
+    """Returns the dtypes of a whole model's weights that are of another one than `dtype`, by name;
+    a collective. `shards`: see `sum_of`.
+    """
+    own = {
+        name: str(shard.tensor.dtype).removeprefix("torch.")
+        for shard in shards
+        for name in shard.logical.names
+        if shard.tensor.dtype != dtype
+    }
+    whole: dict[str, str] = {}
+    for each in gather_objects(own):
+        whole |= each
+    return dict(sorted(whole.items()))
+
+
+def share_of(name: str, elements: Tensor) -> Tensor:
+    """Returns what these elements of the weight `name`, in any shape and dtype, add to the checksum."""
+    words = elements.view(WORDS[elements.itemsize])
+    return zlib.crc32(name.encode()) * words.sum(dtype=torch.int64)

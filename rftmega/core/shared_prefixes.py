@@ -49,8 +49,9 @@ class SharedTokens(NamedTuple):
             following >= 0, following, len(self.places) + torch.arange(len(following))
         )
         _, copies = key[present].unique(return_inverse=True)
-        distinct = present.new_empty(int(copies.max()) + 1 if len(copies) else 0)
-        distinct[copies] = present
+        size = int(copies.max()) + 1 if len(copies) else 0
+        # the first of equal ones, on every process
+        distinct = present.new_full((size,), len(key)).scatter_reduce(0, copies, present, "amin")
         return Predictions(self.places[distinct], distinct, present, copies)
 
 
@@ -152,30 +153,32 @@ def _divided(lengths: Sequence[int], common: Sequence[int]) -> tuple[list[RowSeg
     rows, [B].
 
     A common beginning is a segment of its own if it has SHORTEST tokens more than the one that it
-    continues, and sharing it saves FEWEST tokens.
+    continues, and sharing it saves FEWEST tokens. Where a row ends and one continuation goes on, the
+    segment goes on.
     """
     shared = [0] * len(lengths)
     segments: list[RowSegment] = []
     packed = 0
-    # rows [first, last] that share `before` tokens, all in segments up to `parent`
-    open_ranges = [(0, len(lengths) - 1, 0, -1)] if lengths else []
+    # rows [first, last] whose first `before` tokens are packed, the last `held` of them in a segment
+    # that is not closed yet, which continues segment `parent`
+    open_ranges = [(0, len(lengths) - 1, 0, 0, -1)] if lengths else []
     while open_ranges:
-        first, last, before, parent = open_ranges.pop()
+        first, last, before, held, parent = open_ranges.pop()
         alike = min(common[first + 1 : last + 1], default=lengths[first])
         more = alike - before
         single = first == last
-        if more and (single or (more >= SHORTEST and (last - first) * more >= FEWEST)):
-            segments.append(RowSegment(packed, packed + more, packed + more, before, parent))
-            packed += more
-            before, parent = alike, len(segments) - 1
-        if single:
-            continue
+        if single or (more >= SHORTEST and (last - first) * more >= FEWEST):
+            packed, held, before = packed + more, held + more, alike
         starts = [first, *(row for row in range(first + 1, last + 1) if common[row] == alike)]
         for row in starts[1:]:
             shared[row] = before
         stops = [*(start - 1 for start in starts[1:]), last]
-        parts = [(a, b, before, parent) for a, b in zip(starts, stops, strict=True)]
-        open_ranges += reversed(parts)
+        parts = [(a, b) for a, b in zip(starts, stops, strict=True) if b > a or lengths[a] > before]
+        if held and len(parts) != 1:
+            start = packed - held
+            segments.append(RowSegment(start, packed, packed, before - held, parent))
+            held, parent = 0, len(segments) - 1
+        open_ranges += [(a, b, before, held, parent) for a, b in reversed(parts)]
     ends = [segment.stop for segment in segments]
     for number in range(len(segments) - 1, -1, -1):
         over = segments[number].parent

@@ -11,6 +11,7 @@ from rftmega.core.ragged import Ragged
 from rftmega.core.types import Experience, Metrics, Rows, RowsOfRollouts, TokenStats
 from rftmega.trainer.experience.maker import shares_of
 from rftmega.trainer.experience.mixed import mixed_evenly
+from rftmega.trainer.experience.replayed_teachers import no_prompts
 from rftmega.trainer.experience.teachers import AskedTeacher, logp_of
 from rftmega.trainer.ptx import Order
 
@@ -55,6 +56,8 @@ class GivenCompletions:
             "old_logp": stats.logp,
             "behaviour_logp": stats.logp,
             "entropy": stats.entropy,
+            # the update takes those that the log-probs have been computed with
+            "routes": stats.routes if rows.routes is None else rows.routes,
             "versions": rows.mask.with_values(torch.where(rows.mask.flat, step, -1)),
             "teachers": tuple(own for own in scores if own is not None),
             "teacher_logp": {
@@ -100,10 +103,10 @@ def _experience(
         "lengths": rows.lengths,
         "mask": rows.mask,
         "images": rows.images,
-        "routes": rows.routes,
         "rollout": rollouts.of_row,
         "share": share,
         "leads": leads,
+        "teacher_prompts": dict.fromkeys(like.teacher_prompts, no_prompts(len(rows))),
         **columns,
     }
     zeros = torch.zeros(len(rows.mask.flat))

@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from safetensors.torch import load_file
+import torch
+from safetensors.torch import load_file, save_file
 
 from rftmega.algorithms.supervised import cross_entropy_loss
 from rftmega.checkpoints.run_checkpoints import TrainingCheckpoints
@@ -14,6 +15,7 @@ from rftmega.run.placement.export import export
 from rftmega.run.train import built_backend
 from rftmega.tools import convert, inspect_checkpoint
 from rftmega.trainer.experience import given
+from tests.families import save_tiny_of
 from tests.layouts import config_of, rows_of
 from tests.ranks import run_ranks
 from tests.tiny_models import save_tiny
@@ -37,9 +39,22 @@ CASES = {
     "FSDP2, experts": Case("fsdp", variant="qwen3-moe"),
     "adapters on Megatron": Case("megatron", P(tensor=2), rank=4),
     "adapters on FSDP2": Case("fsdp", rank=4),
+    "tables of whole numbers": Case("fsdp", variant="deepseek_v4"),
+    "adapters beside tables of whole numbers": Case(
+        "fsdp", rank=4, variant="deepseek_v4", dtype="bfloat16"
+    ),
+    "adapters, routers of float32 beside bfloat16": Case(
+        "megatron", rank=4, variant="glm4-moe", dtype="bfloat16"
+    ),
     "a value model": Case("megatron", P(tensor=2), role="reward_model", variant="qwen2-tied"),
 }  # fmt: skip
-FEW = ["Megatron, experts in bfloat16", "FSDP2", "adapters on Megatron", "a value model"]
+FEW = [
+    "Megatron, experts in bfloat16",
+    "FSDP2",
+    "adapters on Megatron",
+    "a value model",
+    "adapters beside tables of whole numbers",
+]
 
 
 def body(world: Any, model: Path, folder: Path, case: Case) -> None:
@@ -54,6 +69,23 @@ def body(world: Any, model: Path, folder: Path, case: Case) -> None:
         trained.step(given(rows_of([[1, 2, 3], [4, 5, 6, 7]])), cross_entropy_loss())
     TrainingCheckpoints(folder / "checkpoints", {case.role: trained}, config).save({}, step=1)
     export(trained, folder / "exported", TrainerConfig())
+
+
+def saved(folder: Path, case: Case) -> Path:
+    """A folder of weights; those that adapters are merged into are of the run's dtype."""
+    if case.variant == "deepseek_v4":
+        folder.mkdir()
+        save_tiny_of(case.variant, folder)
+    else:
+        save_tiny(folder, case.variant)
+    if case.rank:
+        dtype = getattr(torch, case.dtype)
+        held = {
+            name: tensor.to(dtype) if tensor.is_floating_point() else tensor
+            for name, tensor in weights(folder).items()
+        }
+        save_file(held, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
 
 
 def weights(folder: Path) -> dict[str, Any]:
@@ -72,7 +104,7 @@ def test_a_checkpoint_of_a_run_becomes_what_the_run_exports(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     case = CASES[name]
-    model = save_tiny(tmp_path / "model", case.variant)
+    model = saved(tmp_path / "model", case)
     run_ranks(2, body, model, tmp_path, case)
     assert convert.main(["to-hf", str(tmp_path / "checkpoints"), str(tmp_path / "made")]) == 0
     assert f"the {case.role} after step 1" in capsys.readouterr().out

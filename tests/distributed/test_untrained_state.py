@@ -30,7 +30,9 @@ DIVIDED = "gqkv_proj.weight"
 def body(world: Any, folder: Path) -> dict[str, Tensor]:
     """The engine's state after one step and a push."""
     fast = OptimizerConfig(learning_rate=1e-2)
-    actor = build_policy(folder, ParallelConfig(), fast, backend="fsdp", dtype="bfloat16")
+    actor = build_policy(
+        folder, ParallelConfig(), fast, backend="fsdp", dtype="bfloat16", keep_reference=True
+    )
     where = torch.device("cpu")
     engine = TransformersEngine(folder, RolloutConfig(), stop_ids=[2], where=where)
     sync = EngineWeights(actor.shards(), engine, bucket_bytes=20_000)

@@ -3,7 +3,7 @@ schedule.
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from pathlib import Path
@@ -247,6 +247,7 @@ class FSDPModelManager:
         lora = self.cfg.model.lora
         held = [weight for weight in self.weights_held if not weight.learns]
         self.sum_of_base = self._sum_of(held)
+        self.base_dtypes = frozen_weights.dtypes_beside(self.dtype, self._written(held))
         adapters.bind(self.trained)
         if lora.path:
             folder = PEFTFolder(lora.path, option="model.lora.path")
@@ -266,9 +267,12 @@ class FSDPModelManager:
         return self._sum_of(self.weights_held)
 
     def _sum_of(self, weights: Iterable[Weight]) -> int:
+        return frozen_weights.sum_of(self._written(weights), self.where)
+
+    def _written(self, weights: Iterable[Weight]) -> Iterator[Shard]:
+        """Yields shards of `weights`, such that each element is yielded on one process only."""
         own = (each for each in weights if self.placement.writes(each.split, whole=each.whole))
-        shards = (shard for weight in own for shard in weight.shards())
-        return frozen_weights.sum_of(shards, self.where)
+        return (shard for weight in own for shard in weight.shards())
 
     def _ties(self, weight: Weight) -> bool:
         return weight.embeds and self.description.tied and not self.value_model

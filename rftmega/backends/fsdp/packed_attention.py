@@ -118,7 +118,7 @@ def attend_rows(
     if edges.tree is not None:
         given = [query[0], key[0], value[0]]
         bounds = _Bounds(scaling, dropout, sliding_window, softcap, s_aux)
-        return _attend_to_tree(given, edges.tree, bounds)[None], None
+        return _attend_to_tree(given, edges, edges.tree, bounds)[None], None
     if takes_rows(query, value) and softcap is None and s_aux is None and not dropout:
         return _attend_at_once(query, key, value, edges, scaling, sliding_window), None
     parts = []
@@ -140,12 +140,14 @@ class _Bounds(NamedTuple):
     sinks: Tensor | None
 
 
-def _attend_to_tree(given: Sequence[Tensor], tree: SegmentTree, bounds: _Bounds) -> Tensor:
+def _attend_to_tree(
+    given: Sequence[Tensor], edges: Edges, tree: SegmentTree, bounds: _Bounds
+) -> Tensor:
     """Computes attention of rows that share tokens: queries [heads, N, d], keys and values [groups,
-    N, d] -> [N, heads, d].
+    N, d] -> [N, heads, d]. `edges`: those of the tree's segments.
 
-    Without a window that bounds some row, soft-cap and dropout no scores are materialised; else
-    each segment takes the keys of its whole path.
+    Without a soft-cap, dropout, and a window that bounds some row, no scores are materialised, and
+    with such a window not on CUDA; else each segment takes the keys of its whole path.
     """
     query, key, value = (x.transpose(0, 1) for x in given)
     window = bounds.window
@@ -154,6 +156,11 @@ def _attend_to_tree(given: Sequence[Tensor], tree: SegmentTree, bounds: _Bounds)
     plain = window is None and bounds.softcap is None and not bounds.dropout
     if plain and has_kernel(query):
         return attend_to_tree(query, key, value, tree, bounds.scaling, bounds.sinks)
+    bare = bounds.softcap is None and bounds.sinks is None and not bounds.dropout
+    if window is not None and bare and takes_rows(given[0], given[2]):
+        index, of_keys, longest = tree.reached(query.device, window)
+        spans = _Spans(edges.offsets(query.device), of_keys, edges.longest, longest)
+        return _flash_rows(query, key[index], value[index], spans, bounds.scaling, window)
     batches = tree.paths(query.device, window)
     outputs = []
     for batch in batches:
@@ -191,8 +198,33 @@ def _attend_at_once(
     token attends to, itself included; None: all earlier ones.
     """
     offsets, longest = edges.offsets(query.device), edges.longest
-    before = -1 if window is None else window - 1  # tokens beside its own
     query, key, value = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))
+    spans = _Spans(offsets, offsets, longest, longest)
+    return _flash_rows(query, key, value, spans, scaling, window)[None]
+
+
+class _Spans(NamedTuple):
+    """_Spans are the queries and keys of each row: the row's last tokens, and as many or more."""
+
+    query_edges: Tensor  # [rows + 1] int32
+    key_edges: Tensor
+    longest_query: int
+    longest_key: int
+
+
+def _flash_rows(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    spans: _Spans,
+    scaling: float | None,
+    window: int | None,
+) -> Tensor:
+    """Runs FlashAttention-2 over rows: queries [n, heads, d] over keys and values [k, groups, d] ->
+    [n, heads, d]; the last query of a row is at the position of its last key. `scaling`, `window`:
+    see `_attend_at_once`.
+    """
+    before = -1 if window is None else window - 1  # tokens beside its own
     sharing: dict[str, Any] = {}
     if query.shape[1] != key.shape[1]:
         if SHARES:
@@ -201,18 +233,15 @@ def _attend_at_once(
             each = query.shape[1] // key.shape[1]
             key, value = (x.repeat_interleave(each, 1) for x in (key, value))
     attended: Tensor = varlen_attn(  # type: ignore[assignment]
-        query,
+        query.contiguous(),
         key,
         value,
-        offsets,
-        offsets,
-        longest,
-        longest,
+        *spans,
         scale=scaling,
         window_size=(before, 0),
         **sharing,
     )
-    return attended[None]
+    return attended
 
 
 def rows_by_length(edges: Sequence[int]) -> list[tuple[list[int], int]]:

@@ -160,8 +160,9 @@ class FSDPModel:
         """Returns a description of the model for a checkpoint.
 
         Its keys are "hf_config", "dtype", "layout" and "path" (the folder of the initial weights,
-        for messages); with adapters also "adapters" and "base", a checksum of the frozen weights;
-        with a frozen reference "reference", its checksum.
+        for messages); with adapters also "adapters", "base", a checksum of the frozen weights, and
+        "base_dtypes", the dtypes of those that are not of "dtype"; with a frozen reference
+        "reference", its checksum.
         """
         cfg = self.manager.cfg
         said: dict[str, Any] = {
@@ -173,6 +174,7 @@ class FSDPModel:
         if (adapters := self.manager.adapters) is not None:
             said["adapters"] = cfg.model.lora.told(adapters.targets)
             said["base"] = self.manager.sum_of_base
+            said["base_dtypes"] = self.manager.base_dtypes
         if self.sum_of_frozen is not None:
             said["reference"] = self.sum_of_frozen
         return said

@@ -278,7 +278,9 @@ class MegatronModelManager:
         held = list(zip(self.bound, self.replicas, strict=True))
         base = [pair for pair in held if not is_of_value_head(pair[0].rule)]
         head = [pair for pair in held if is_of_value_head(pair[0].rule)]
-        self.sum_of_base = frozen_weights.sum_of(counted_once(base), self.where)
+        once = list(counted_once(base))
+        self.sum_of_base = frozen_weights.sum_of(once, self.where)
+        self.base_dtypes = frozen_weights.dtypes_beside(self.config.params_dtype, once)
         self.adapters = Adapters(self.chunks, base, self._adapted, self.topology, lora)
         self.head = [item for item, _ in head]
         for item in self.head:

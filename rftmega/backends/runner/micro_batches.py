@@ -7,6 +7,7 @@ from typing import NamedTuple
 from rftmega.core.shared_prefixes import SortedRows
 
 UNITS = (1, 1.5, 2, 3, 4, 8)  # runs of rows per rank that are tried, where rows share tokens
+GRID = 8  # padded tokens of rows that share some, over the cap on computed ones: losses are padded
 
 
 def fewest_micro_batches(pipeline: int) -> int:
@@ -60,6 +61,7 @@ def plan_micro_batches(
             sum(own) - sum(shared),
             sum(n * n for n in own) - sum(n * n for n in shared),
             0 if patches is None else sum(patches[row] for row in rows),
+            len(own) * max(own, default=0),
         )
 
     def cost(of: _Sizes) -> float:
@@ -67,16 +69,15 @@ def plan_micro_batches(
 
     held = [sizes(rows) for rows in groups]
     most = _Sizes(*(max(size, default=0) for size in zip(*held, strict=True))) if held else _NONE
-    caps = (token_cap, attention_cap, patch_cap)
+    caps = (token_cap, attention_cap, patch_cap, None)
     for size, cap in zip(most, caps, strict=True):
         assert cap is None or size <= cap, (size, cap)
     if sorted_rows is not None and group_size == 1:
         plan = []
         for rows in _divided(sorted_rows, data_parallel, lambda rows: cost(sizes(rows))):
             share = sizes(rows).tokens // at_least
-            plan.append(
-                _in_order(rows, sizes, (min(token_cap, max(share, most.tokens)), *caps[1:]))
-            )
+            cap = min(token_cap, max(share, most.tokens))
+            plan.append(_in_order(rows, sizes, (cap, *caps[1:3], GRID * token_cap)))
     else:
         plan = []
         for items in karmarkar_karp([cost(size) for size in held], data_parallel):
@@ -94,13 +95,14 @@ class _Sizes(NamedTuple):
     tokens: int
     squares: int  # of the rows' lengths
     patches: int
+    grid: int  # rows x longest; of several groups only their sum
 
     def fit(self, caps: "_Caps") -> bool:
         return all(cap is None or size <= cap for size, cap in zip(self, caps, strict=True))
 
 
 _Caps = Sequence[int | None]  # of _Sizes; None: no bound
-_NONE = _Sizes(0, 0, 0)
+_NONE = _Sizes(0, 0, 0, 0)
 
 
 def _divided(

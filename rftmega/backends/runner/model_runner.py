@@ -133,7 +133,8 @@ class MicroBatch:
         mask = self.mask
         if mask is None:
             return []
-        return [each.on(where, mask, only=self.needed is not None) for each in self.taught]
+        # the LM head is computed for the mask's tokens alone
+        return [each.on(where, mask, only=self.needed is mask) for each in self.taught]
 
 
 class ModelRunner:
@@ -383,13 +384,21 @@ class ModelRunner:
         unread: dict[str, Any] = {"routes": None, "teacher_logp": {}, "teacher_prompts": {}}
         bare = [replace(part, **unread).padded() for part in parts]
         terms = self._terms_of(experience)
+
+        def needed(seen: Experience) -> Tensor | None:
+            if not whole:
+                return seen.mask
+            # a teacher says something of each row's own tokens: equal predictions are not merged
+            columns = torch.arange(seen.mask.shape[1])
+            return columns < seen.lengths[:, None] - 1 if terms else None
+
         return [
             MicroBatch(
                 self._model_inputs(part.rows),
                 temperature,
                 seen.to(self.stepped.where),
                 loss_fn,
-                needed=None if whole else seen.mask,
+                needed=needed(seen),
                 taught=tuple(map(TaughtRows, terms, part.teachers)),
                 mask=seen.mask if terms else None,
                 sorted_rows=own,

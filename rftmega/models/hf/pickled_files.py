@@ -43,13 +43,13 @@ class PickledFolder:
     def names(self) -> Iterable[str]:
         return self._tensors
 
-    def dtype_of(self, name: str) -> torch.dtype:
+    def dtype_of(self, name: str, *, integers: bool | None = False) -> torch.dtype:
         return self._tensors[name].dtype
 
     def shape_of(self, name: str) -> tuple[int, ...]:
         return tuple(self._tensors[name].shape)
 
-    def whole(self, name: str, shape: tuple[int, ...]) -> Tensor:
+    def whole(self, name: str, shape: tuple[int, ...], *, integers: bool | None = False) -> Tensor:
         return self._tensors[name].contiguous()
 
 

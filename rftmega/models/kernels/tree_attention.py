@@ -65,6 +65,7 @@ class SegmentTree:
         self.parts = _parts(self.segments)
         self._paths: dict[int | None, list[PathBatch]] = {}
         self._calls: list[_Call] | None = None
+        self._reached: dict[int, tuple[Tensor, Tensor, int]] = {}
 
     def paths(self, where: torch.device, window: int | None = None) -> list[PathBatch]:
         """Returns the segments with the keys that they attend to, for a kernel that takes a mask:
@@ -76,6 +77,18 @@ class SegmentTree:
                 for batch in _paths(self.segments, window)
             ]
         return self._paths[window]
+
+    def reached(self, where: torch.device, window: int) -> tuple[Tensor, Tensor, int]:
+        """Returns the packed tokens within reach of each segment's sliding `window` of tokens, the
+        segments' own included, one segment after another; their edges [segments + 1] int32; and the
+        largest number of a segment.
+        """
+        if window not in self._reached:
+            keys = _reached(self.segments, window)
+            edges = torch.tensor([0, *map(len, keys)]).cumsum(0).to(torch.int32)
+            index = torch.cat(keys).to(where, non_blocking=True)
+            self._reached[window] = (index, edges.to(where, non_blocking=True), max(map(len, keys)))
+        return self._reached[window]
 
     def calls(self, where: torch.device) -> "list[_Call]":
         """Returns the kernel calls that compute all parts, each segment's own attention first."""
@@ -107,14 +120,26 @@ def _parts(segments: Sequence[RowSegment]) -> list[AttentionPart]:
     ]
 
 
-def _paths(segments: Sequence[RowSegment], window: int | None) -> Iterable[PathBatch]:
+def _reached(segments: Sequence[RowSegment], window: int | None) -> list[Tensor]:
+    """Returns the packed tokens that each segment attends to, of a sliding `window` or all; its own
+    come last.
+    """
     whole: list[Tensor] = []
-    found: dict[tuple[int, int], list[tuple[Tensor, Tensor]]] = defaultdict(list)
     for each in segments:
+        before = whole[each.parent] if each.parent >= 0 else torch.arange(0)
+        whole.append(torch.cat([before, torch.arange(each.start, each.stop)]))
+    if window is None:
+        return whole
+    return [
+        path[-(each.stop - each.start + window - 1) :]
+        for path, each in zip(whole, segments, strict=True)
+    ]
+
+
+def _paths(segments: Sequence[RowSegment], window: int | None) -> Iterable[PathBatch]:
+    found: dict[tuple[int, int], list[tuple[Tensor, Tensor]]] = defaultdict(list)
+    for each, seen in zip(segments, _reached(segments, window), strict=True):
         own = torch.arange(each.start, each.stop)
-        before = whole[each.parent] if each.parent >= 0 else own[:0]
-        whole.append(torch.cat([before, own]))
-        seen = whole[-1] if window is None else whole[-1][-(len(own) + window - 1) :]
         found[len(own), len(seen)].append((own, seen))
     for batch in found.values():
         queries, keys = zip(*batch, strict=True)

@@ -89,6 +89,10 @@ def _opened(folder: Path) -> HFFolder:
     return open_quantised(folder, read_json_object(folder / "config.json"))
 
 
+def _read(files: HFFolder, name: str) -> Tensor:
+    return files.whole(name, files.shape_of(name), integers=None)
+
+
 def compare_copies(files: HFFolder, pairs: PEFTFolder) -> None:
     """Raises CheckpointError if the PEFT folder `pairs` has a copy of a frozen weight that differs
     from the weight in the base model `files`.
@@ -97,7 +101,7 @@ def compare_copies(files: HFFolder, pairs: PEFTFolder) -> None:
         shape = files.shape_of(name)
 
         def is_held(copy: Tensor, name: str = name, shape: tuple[int, ...] = shape) -> bool:
-            weight = files.whole(name, shape)
+            weight = files.whole(name, shape, integers=None)
             return torch.equal(copy.to(weight.dtype), weight)
 
         pairs.compare(name, shape, is_held)
@@ -116,7 +120,7 @@ def _merged_file(
 
     def merged() -> Iterator[tuple[str, Tensor]]:
         for name, dtype, shape in wanted:
-            weight = files.whole(name, shape)
+            weight = files.whole(name, shape, integers=None)
             if (module := name.removesuffix(WEIGHT)) in modules:
                 a, b = pairs.pair(module, *shape)
                 product = pairs.scaling * (b.float() @ a.float())
@@ -168,8 +172,8 @@ def extract(
     added = lost = 0.0
     for name in one.names:
         shape = one.shape_of(name)
-        difference = other.whole(name, shape).float() - one.whole(name, shape).float()
-        progress(math.prod(shape) * one.dtype_of(name).itemsize)
+        difference = _read(other, name).float() - _read(one, name).float()
+        progress(math.prod(shape) * one.dtype_of(name, integers=None).itemsize)
         module = name.removesuffix(WEIGHT)
         if module not in named or module == name or len(shape) != 2:
             beside += [name] if difference.any() else []

@@ -45,11 +45,13 @@ class Tensors(Protocol):
     @property
     def files(self) -> list[Path]: ...
 
-    def dtype_of(self, name: str) -> torch.dtype: ...
+    def dtype_of(self, name: str, *, integers: bool | None = False) -> torch.dtype: ...
 
     def shape_of(self, name: str) -> tuple[int, ...]: ...
 
-    def whole(self, name: str, shape: tuple[int, ...]) -> Tensor: ...
+    def whole(
+        self, name: str, shape: tuple[int, ...], *, integers: bool | None = False
+    ) -> Tensor: ...
 
 
 def open_weights(source: Path) -> Tensors:
@@ -86,7 +88,7 @@ def to_plain(source: Path, target: Path, *, progress: Progress = lambda _: None)
     def write(path: Path, wanted: Sequence[PlannedTensor]) -> dict[str, Any]:
         def tensors() -> Iterator[tuple[str, Tensor]]:
             for name, _, shape in wanted:
-                yield name, files.whole(name, shape)
+                yield name, files.whole(name, shape, integers=None)
 
         return {"file": path.name, "sum": f"xxh3:{write_shard(path, wanted, tensors()).file}"}
 
@@ -132,4 +134,7 @@ def write_folder(
 
 
 def _planned(files: Tensors) -> list[PlannedTensor]:
-    return [PlannedTensor(name, files.dtype_of(name), files.shape_of(name)) for name in files.names]
+    return [
+        PlannedTensor(name, files.dtype_of(name, integers=None), files.shape_of(name))
+        for name in files.names
+    ]

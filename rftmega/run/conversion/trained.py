@@ -2,7 +2,6 @@
 layout: one tensor at a time, without a GPU.
 """
 
-import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rftmega.checkpoints.frozen_weights import share_of
 from rftmega.checkpoints.reader import PROGRESS
 from rftmega.checkpoints.training import StoredModel, TrainingReader
 from rftmega.converters import FAMILIES, stacks_of
@@ -31,7 +31,6 @@ from rftmega.run.conversion.convert import FolderTensors
 from rftmega.run.conversion.target import FILE_BYTES, Progress, begin, note, written_alone
 
 CRITIC, WEIGHTS, HEAD, SCORE = "critic", "weights", "lm_head.weight", "score.weight"
-WORDS = {2: torch.int16, 4: torch.int32}
 
 
 class SavedModel:
@@ -180,12 +179,13 @@ def _sum_of(model: SavedModel) -> int:
     read = files.files if files is not None else open_quantised(model.base, model.said["hf_config"])
     names = [each.name for each in files.planned] if files is not None else sorted(read.names)
     tied = model.said["hf_config"].get("tie_word_embeddings")
-    dtype = getattr(torch, str(model.said["dtype"]).removeprefix("torch."))
+    usual = str(model.said["dtype"]).removeprefix("torch.")
+    dtypes: dict[str, str] = model.said.get("base_dtypes", {})
     total = 0
     for name in names:
         if tied and name == HEAD:
             continue
-        tensor = read.whole(name, read.shape_of(name)).to(dtype).contiguous()
-        words = tensor.view(WORDS[tensor.itemsize])
-        total += zlib.crc32(name.encode()) * int(words.sum(dtype=torch.int64))
+        tensor = read.whole(name, read.shape_of(name), integers=None).contiguous()
+        held = tensor.to(getattr(torch, dtypes.get(name, usual)))
+        total += int(share_of(name, held))
     return (total + 2**63) % 2**64 - 2**63

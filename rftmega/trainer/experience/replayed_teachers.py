@@ -24,13 +24,18 @@ def with_every_teacher(
         if each.name not in logp or (asks and each.name not in prompts):
             logp[each.name] = rows.mask.with_values(torch.full((len(rows.mask.flat),), torch.nan))
             if asks:
-                none = torch.zeros(len(rows), dtype=torch.int64)
-                prompts[each.name] = Ragged.packed(torch.zeros(0, dtype=torch.int32), none)
+                prompts[each.name] = no_prompts(len(rows))
     return replace(
         rows,
         teacher_logp={each.name: logp[each.name] for each in teachers},
         teacher_prompts={each.name: prompts[each.name] for each in teachers if each.chosen.prompt},
     )
+
+
+def no_prompts(rows: int) -> Ragged:
+    """Returns a teacher's prompts of rows that it does not teach, as token ids."""
+    none = torch.zeros(rows, dtype=torch.int64)
+    return Ragged.packed(torch.zeros(0, dtype=torch.int32), none)
 
 
 def taught_again(

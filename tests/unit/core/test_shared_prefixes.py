@@ -62,7 +62,7 @@ def test_each_row_is_found_again_on_its_path_through_the_tree(seed: int) -> None
                 above = packed.segments[number]
                 assert above.stop <= below.start and below.end <= above.end
                 assert below.before == above.before + above.stop - above.start
-        assert path == own[: len(row)].tolist(), "a row ends where a segment ends"
+        assert path[: len(row)] == own[: len(row)].tolist()
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -114,6 +114,16 @@ def test_a_beginning_is_shared_if_it_is_long_enough_and_saves_enough(
     tokens[:, common] = torch.arange(rows)
     found = SortedRows.of(tokens, torch.full((rows,), common + 1))
     assert int(found.lengths.sum()) - found.computed == saved
+
+
+def test_rows_that_extend_each_other_are_one_segment() -> None:
+    lengths = torch.tensor([400, 100, 320, 200, 500])
+    chain = torch.ones(5, 500, dtype=torch.int64)
+    (only,) = SortedRows.of(chain, lengths).packed(500).segments
+    assert only == (0, 500, 500, 0, -1)
+    chain[4, 250:] = 2  # the longest goes on differently after the row of 200
+    found = SortedRows.of(chain, lengths).packed(500).segments
+    assert found == ((0, 250, 650, 0, -1), (250, 400, 400, 250, 0), (400, 650, 650, 250, 0))
 
 
 def test_rows_with_other_images_share_nothing() -> None:

@@ -88,6 +88,35 @@ def test_teachers_in_the_loss_teach_the_completions_of_the_data_set_too() -> Non
     assert len(rollouts.sizes) == len(own.rollouts.sizes) + 2
 
 
+def test_a_teacher_whose_prompts_are_kept_has_none_for_the_completions_of_the_data_set() -> None:
+    """Replay keeps the teachers' prompts of sampled rows."""
+    mix = mixer(replace(ADVANTAGE, prompt="hint"))
+    own = sampled([])
+    prompts = {"t0": Ragged.of([torch.tensor([5, 6], dtype=torch.int32)] * len(own))}
+    logp = {"t0": own.mask.with_values(torch.zeros(len(own.mask.flat)))}
+    mixed, _ = mix.beside(replace(own, teacher_prompts=prompts, teacher_logp=logp), 0)
+    found = [row.tolist() for row in mixed.teacher_prompts["t0"]]
+    assert found == [[5, 6], [], [5, 6], [5, 6], [], [5, 6]]
+
+
+def test_the_update_takes_the_routes_that_the_log_probs_were_computed_with() -> None:
+    mix = mixer(LOSS)
+
+    def routed(rows: Any) -> Any:
+        routes = rows.tokens.shifted(1).flat[:, None, None].to(torch.uint8)
+        stats = Scored(POLICY).log_probs(rows)
+        return replace(stats, routes=stats.logp.with_values(routes))
+
+    mix.policy.log_probs = routed  # type: ignore[method-assign]
+    own = sampled(mix.teachers)
+    routes = own.mask.with_values(torch.full((len(own.mask.flat), 1, 1), 99, dtype=torch.uint8))
+    mixed, _ = mix.beside(replace(own, routes=routes), 0)
+    assert mixed.routes is not None
+    for row in range(len(mixed)):
+        expected = mixed.tokens[row][1:].tolist() if row in (1, 4) else [99] * len(mixed.mask[row])
+        assert mixed.routes[row].flatten().tolist() == expected
+
+
 @pytest.mark.parametrize(
     ("steps", "within"), [(0, False), (1, False), (3, False), (0, True), (2, True)]
 )

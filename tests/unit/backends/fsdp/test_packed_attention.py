@@ -17,24 +17,34 @@ from tests.unit.backends.fsdp.test_families import TEMPERATURE, loaded, of_trans
 
 
 def flash_rows(
-    query: Tensor, key: Tensor, value: Tensor, starts: Tensor, _: Any, longest: int, *more: Any,
-    scale: float | None, window_size: tuple[int, int], enable_gqa: bool = False,
+    query: Tensor, key: Tensor, value: Tensor, starts: Tensor, of_keys: Tensor,
+    longest: int, longest_keys: int,
+    *, scale: float | None, window_size: tuple[int, int], enable_gqa: bool = False,
 ) -> Tensor:  # fmt: skip
-    """`window_size`: tokens before and behind its own, -1 for all (flash_attn's README)."""
+    """`window_size`: tokens before and behind its own, -1 for all; the last query of a row is at the
+    last key (flash_attn's README).
+    """
     before, behind = window_size
-    assert (starts.dtype, behind, more) == (torch.int32, 0, (longest,))
+    assert (starts.dtype, of_keys.dtype, behind) == (torch.int32, torch.int32, 0)
+    assert query.is_contiguous()
     assert enable_gqa == (query.shape[1] != key.shape[1])
-    found = torch.empty_like(query)
-    for start, stop in zip(starts.tolist(), starts.tolist()[1:], strict=False):
-        assert stop - start <= longest
+    assert longest == int(starts.diff().max())
+    assert longest_keys == int(of_keys.diff().max())
+    rows = []
+    for start, stop, begin, end in zip(
+        starts.tolist(), starts.tolist()[1:], of_keys.tolist(), of_keys.tolist()[1:], strict=False
+    ):
         for token in range(start, stop):
-            first = start if before < 0 else max(start, token - before)
+            last = end - (stop - token)
+            first = begin if before < 0 else max(begin, last - before)
+            heads = []
             for head in range(query.shape[1]):
                 shared = head * key.shape[1] // query.shape[1]
-                scores = key[first : token + 1, shared] @ query[token, head]
+                scores = key[first : last + 1, shared] @ query[token, head]
                 weights = (scores * (scale or query.shape[-1] ** -0.5)).softmax(0)
-                found[token, head] = weights @ value[first : token + 1, shared]
-    return found
+                heads.append(weights @ value[first : last + 1, shared])
+            rows.append(torch.stack(heads))
+    return torch.stack(rows)
 
 
 @pytest.mark.parametrize("shares", [True, False])

@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rftmega.backends.runner.micro_batches import (
+    GRID,
     fewest_micro_batches,
     karmarkar_karp,
     plan_micro_batches,
@@ -74,6 +75,22 @@ def test_a_group_is_cut_where_a_rank_would_have_too_much_to_do() -> None:
     plan = plan_micro_batches(lengths.tolist(), data_parallel=8, token_cap=10_000, sorted_rows=rows)
     computed = [sum(rows.select(batch).computed for batch in own) for own in plan]
     assert max(computed) < 1.1 * sum(computed) / 8
+
+
+def test_rows_that_share_nearly_all_tokens_are_bounded_by_their_grid_too() -> None:
+    """Per-token values of a micro-batch are padded: 200 rows of 400 tokens, of which 399 are shared."""
+    tokens = torch.zeros(200, 400, dtype=torch.int64)
+    tokens[:, -1] = torch.arange(200)
+    lengths = torch.full((200,), 400)
+    cap = 1000
+    (plan,) = plan_micro_batches(
+        lengths.tolist(),
+        data_parallel=1,
+        token_cap=cap,
+        sorted_rows=SortedRows.of(tokens, lengths),
+    )
+    assert sorted(row for batch in plan for row in batch) == list(range(200))
+    assert max(len(batch) for batch in plan) == GRID * cap // 400
 
 
 @given(

@@ -8,10 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from rftmega.backends.fsdp import packed_attention
 from rftmega.backends.fsdp.packed_attention import EDGES, Edges, attend_rows
 from rftmega.core.shared_prefixes import SortedRows
 from rftmega.models.kernels import tree_attention
 from rftmega.models.kernels.tree_attention import SegmentTree, attend_to_tree
+from tests.unit.backends.fsdp.test_packed_attention import flash_rows
 from tests.unit.core.test_shared_prefixes import padded, rows_of
 from tests.unit.models.layers.test_attention import attention
 
@@ -123,6 +125,25 @@ def test_layers_of_transformers_bound_the_path_and_the_scores(
     torch.testing.assert_close(
         found[0], wanted, rtol=1e-5 if rough else 1e-11, atol=1e-5 if rough else 1e-11
     )
+
+
+@pytest.mark.parametrize("window", [1, 7, 25])
+def test_on_cuda_a_window_over_shared_tokens_is_one_call_of_flash_attention(
+    window: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packed_attention, "takes_rows", lambda query, value: True)
+    monkeypatch.setattr(packed_attention, "varlen_attn", flash_rows)
+    tree, mask, position = tree_and_mask(8)
+    given = tensors(len(mask), 4, 2, 8, 8)
+    rows = (x.transpose(0, 1)[None] for x in given)
+    edges = Edges([0, *(segment.stop for segment in tree.segments)], tree)
+    found, _ = attend_rows(
+        torch.nn.Module(), *rows, None, scaling=SCALE, sliding_window=window, **{EDGES: edges}
+    )
+    near = mask & (position[:, None] - position < window)
+    assert_equal(found[0], dense(*given, near, None, None), given)
+    device = torch.device("cpu")
+    assert tree.reached(device, window)[0] is tree.reached(device, window)[0]
 
 
 def test_without_a_kernel_the_keys_of_each_path_are_gathered(
