@@ -21,8 +21,14 @@ if TYPE_CHECKING:  # its import takes seconds
 SEEING = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 # types that transformers builds and backend=fsdp can't train -> why
 UNSUPPORTED = {
+    "cpmant": "its tokens see later ones, so none can be predicted from what came before",
     "minimax": "transformers 5.19 gives its first tokens other logits in a longer sequence",
+    "reformer": "its attention by hashing is random and takes sequences of a fixed length",
     "xlnet": "it predicts tokens from those before and behind them, in random order",
+}
+# (type, field of config.json) -> values with which it can't be trained, and why
+UNSUPPORTED_VALUES = {
+    ("doge", "is_moe"): (True, "an expert is chosen for a token by what other sequences contain"),
 }
 PREFIX = "prefix_lm"
 # fields of config.json that say which tokens a token sees -> value of a causal decoder
@@ -32,6 +38,8 @@ CAUSAL = {
     "is_causal": True,
     PREFIX: False,
 }
+# fields with the number of tokens that a token attends to; 0 makes transformers attend to later ones
+NUMBERS_SEEN = ("attention_window_size", "sliding_window", "keep_window_size", "index_topk")
 TOWERS = ("vision_config", "audio_config")
 SIZES = ("num_hidden_layers", "hidden_size", "vocab_size")
 
@@ -98,6 +106,13 @@ def refusal_of_config(config: Any) -> str:
         )
     if why := UNSUPPORTED.get(kind):
         return f"model_type={kind} can't be trained with backend=fsdp: {why}."
+    for (of, field), (value, why) in UNSUPPORTED_VALUES.items():
+        if kind == of and getattr(config, field, None) == value:
+            given = f"{field}={str(value).lower()}"
+            return f"model_type={kind} with {given} can't be trained with backend=fsdp: {why}."
+    for field in NUMBERS_SEEN:
+        if getattr(text, field, None) == 0:
+            return f"{field}=0: a token attends to none, not to itself either. Correct config.json."
     for field, causal in CAUSAL.items():
         if getattr(config, field, causal) not in (causal, None):
             given = f"{field}={str(getattr(config, field)).lower()}"

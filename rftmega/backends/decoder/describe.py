@@ -25,7 +25,9 @@ CHANGING = ("dynamic", "longrope")  # RoPE types whose angles depend on the long
 # number of positions, as configs name it; a recurrent model names none
 POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
 UNBOUNDED = 2**31
-EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+KEPT = "keep_window_size"  # of Doge's attention
+ACTIVE = ("num_experts_per_tok", "moe_topk")
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,8 @@ def beyond_its_positions(config: Any, longest: int) -> list[str]:
 
     Some RoPE types change their angles with the longest sequence of a micro-batch beyond the
     original context length (`modeling_rope_utils.dynamic_rope_update`), so log-probs would depend
-    on how sequences are batched. `config`: transformers' config of the model.
+    on how sequences are batched. Attention to a number of tokens that are chosen by a score which
+    depends on their values alone (Doge) has ties. `config`: transformers' config of the model.
     """
     found = []
     text = config.get_text_config()
@@ -95,6 +98,14 @@ def beyond_its_positions(config: Any, longest: int) -> list[str]:
                 f"up to {longest}: log-probs would depend on the other rows of a micro-batch. Lower rollout.max_prompt_tokens or "
                 "rollout.max_response_tokens."
             )
+    kept = getattr(text, KEPT, None)
+    if kept and longest > kept:
+        found.append(
+            f"{KEPT}={kept} of config.json: in a longer row each token attends to the {kept} tokens with the highest scores. "
+            "Repeated tokens have equal scores, and engine and trainer choose others of these. This run has rows of up to "
+            f"{longest} tokens: set {KEPT} to this number or more, or lower rollout.max_prompt_tokens or "
+            "rollout.max_response_tokens."
+        )
     return found
 
 
@@ -162,9 +173,11 @@ def _said(text: Any, name: str) -> Any:
 
 
 def _experts(text: Any) -> Experts | None:
-    number = next((found for name in EXPERTS if (found := getattr(text, name, None))), None)
-    active = getattr(text, "num_experts_per_tok", None)
-    if not number or not active:
+    number, active = (
+        next((found for name in names if (found := getattr(text, name, None))), None)
+        for names in (EXPERTS, ACTIVE)
+    )
+    if not number or not active or not getattr(text, "is_moe", True):
         return None
     ffn = _said(text, "moe_intermediate_size") or _said(text, "intermediate_size") or 0
     every = frozenset(range(text.num_hidden_layers))

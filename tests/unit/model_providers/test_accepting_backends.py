@@ -174,6 +174,12 @@ def test_a_type_is_refused_for_what_it_is(
         ("llama", {"is_causal": False}, "is_causal=false: tokens see later ones"),
         ("bert", {}, "is_decoder=false in"),
         ("roformer", {}, "is_decoder=false in"),
+        ("cpmant", {}, "its tokens see later ones"),
+        ("doge", {}, ""),
+        ("doge", {"is_moe": True}, "is_moe=true can't be trained"),
+        ("mistral", {"sliding_window": 0}, "sliding_window=0: a token attends to none"),
+        ("glm_moe_dsa", {"index_topk": 0}, "index_topk=0"),
+        ("recurrent_gemma", {"attention_window_size": 0}, "attention_window_size=0"),
         ("gpt_neox", {"is_decoder": False}, ""),  # it reads no such field
     ],
 )

@@ -20,6 +20,7 @@ from rftmega.core.errors import CheckpointError
 from rftmega.model_providers.description import describe
 from rftmega.model_providers.hf_config import read_hf_config
 from rftmega.model_providers.transformers_decoders import SEEING, on_meta
+from tests.family_configs import tiny_config
 from tests.tiny_decoders import save_decoder
 from tests.tiny_vision import save_tiny_vision
 
@@ -57,6 +58,28 @@ def test_rows_that_would_change_the_angles_of_others_are_refused(
     (said,) = beyond_its_positions(config, 65)
     assert f"rope_type={kind}" in said
     assert "up to 65" in said
+
+
+def test_attention_to_the_highest_scores_is_refused_where_rows_are_longer() -> None:
+    config = tiny_config("doge")
+    config.keep_window_size = 64
+    assert beyond_its_positions(config, 64) == []
+    (said,) = beyond_its_positions(config, 65)
+    assert "keep_window_size=64" in said and "up to 65 tokens" in said
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "number"),
+    [("doge", {}, 0), ("doge", {"is_moe": True}, 4), ("aria_text", {}, 4)],
+)
+def test_experts_are_described_if_a_model_has_some(
+    kind: str, fields: dict[str, Any], number: int
+) -> None:
+    config = tiny_config(kind)
+    for name, value in fields.items():
+        setattr(config, name, value)
+    found = meta_decoder.describe(on_meta(config, "eager"), None).experts
+    assert (found.number if found else 0) == number
 
 
 def test_angles_that_stay_are_no_reason(tmp_path: Path) -> None:
