@@ -110,8 +110,9 @@ def refusal_of_config(config: Any) -> str:
         if kind == of and getattr(config, field, None) == value:
             given = f"{field}={str(value).lower()}"
             return f"model_type={kind} with {given} can't be trained with backend=fsdp: {why}."
+    whole = set(getattr(text, "layer_types", None) or ()) == {"full_attention"}
     for field in NUMBERS_SEEN:
-        if getattr(text, field, None) == 0:
+        if getattr(text, field, None) == 0 and not whole:
             return f"{field}=0: a token attends to none, not to itself either. Correct config.json."
     for field, causal in CAUSAL.items():
         if getattr(config, field, causal) not in (causal, None):
