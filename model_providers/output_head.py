@@ -57,6 +57,15 @@ def output_head(model: "PreTrainedModel") -> OutputHead:
     embedding = model.get_input_embeddings()
     holders = [each for each in model.modules() if embedding in each.children()]
     decoders = {id(each): each for each in [decoder_of(model), *holders] if each is not model}
+    computed: list[str] = []  # modules beside decoder and head, in the order of their calls
+    own = {id(each) for part in (*decoders.values(), linear) for each in part.parameters()}
+    beside = {name: each for name, each in model.named_parameters() if id(each) not in own}
+    hooks = [
+        model.get_submodule(name).register_forward_pre_hook(
+            lambda *_, name=name: computed.append(name)
+        )
+        for name in dict.fromkeys(each.rpartition(".")[0] for each in beside)
+    ]
     try:
         with torch.no_grad(), ExitStack() as replaced:
             for decoder in decoders.values():  # a model may call the inner one
@@ -64,12 +73,15 @@ def output_head(model: "PreTrainedModel") -> OutputHead:
             replaced.enter_context(_in_place_of(linear, noted))
             logits = model(input_ids=torch.zeros(1, 1, dtype=torch.int64)).logits
     except Exception as error:  # model code may raise anything if weights are missing
-        own = {id(each) for part in (*decoders.values(), linear) for each in part.parameters()}
-        beside = [name for name, each in model.named_parameters() if id(each) not in own]
-        why = f"it computes with {beside[0]}, too" if beside else str(error)
+        last = computed[-1] if computed else ""  # it has parameters, which have no memory
+        used = [name for name in beside if name.rpartition(".")[0] == last] or [*beside]
+        why = f"it computes with {used[0]}, too" if used else str(error)
         raise _refused(
             kind, f"its forward pass does more than call decoder and output head: {why}"
         ) from error
+    finally:
+        for hook in hooks:
+            hook.remove()
     if len(seen) != 1:
         raise _refused(kind, f"it calls its output head {len(seen)} times")
     before = _factor(seen[0], hidden)

@@ -178,6 +178,8 @@ class Plain:
             )
             .eval()
         )
+        if hasattr(self.model.config, "rescale_every"):
+            self.model.config.rescale_every = 0  # RWKV: it rounds otherwise, and changes weights
         self.batch = batch
         self.adam = torch.optim.AdamW(
             self.model.parameters(), lr=RATE, betas=BETAS, eps=EPSILON, weight_decay=0.0

@@ -1,6 +1,7 @@
 """Knows which models vLLM's CPU kernels can't run."""
 
 from pathlib import Path
+from typing import Any
 
 from rftmega.config import ModelConfig
 from rftmega.core.json_files import read_json_object
@@ -14,6 +15,8 @@ LACKS = {
     "gpt_oss": "experts with biases",
 }
 HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+RANK, ROTATED = "kv_lora_rank", "qk_rope_head_dim"
+EXPANDED = ("minicpm3",)  # latent attention that vLLM computes with whole keys and values
 
 DELTA_NET_HEAD_DIMS = (64, 128)
 KEYS, VALUES = "linear_key_head_dim", "linear_value_head_dim"
@@ -23,17 +26,16 @@ def refusals(options: ModelConfig, model: ModelDescription, on: device.Device) -
     """Returns the reasons why vLLM's CPU kernels can't run a model on the device `on`; [] if they
     can.
     """
-    return _of_layers(model) + _of_delta_nets(options, model, on)
+    return _of_layers(options.path, model) + _of_delta_nets(options, model, on)
 
 
-def _of_layers(model: ModelDescription) -> list[str]:
+def _of_layers(path: str, model: ModelDescription) -> list[str]:
     if lacking := LACKS.get(model.family):
         return [
             f"rollout.engine=vllm: its CPU build lacks {lacking}, which model_type={model.family} needs. Set "
             "rollout.engine=transformers."
         ]
-    if latent := model.latent:
-        size = latent.key_value_rank + latent.rope_dim
+    if size := _latent_size(path, model):
         if size == LATENT_SIZE:
             return []
         return [
@@ -47,6 +49,18 @@ def _of_layers(model: ModelDescription) -> list[str]:
         f"rollout.engine=vllm: its kernels for CPUs know no head size {model.head_dim} (head_dim of the model), only {known}. "
         "Set rollout.engine=transformers."
     ]
+
+
+def _latent_size(path: str, model: ModelDescription) -> int:
+    """Returns the number of elements that latent attention caches of a token in the model of the
+    folder `path`; 0 if vLLM computes it with other attention.
+    """
+    if latent := model.latent:
+        return latent.key_value_rank + latent.rope_dim
+    text = _text_config(path)  # a backend may describe no latent attention
+    if model.family in EXPANDED or not (text.get(RANK) and text.get(ROTATED)):
+        return 0
+    return int(text[RANK]) + int(text[ROTATED])
 
 
 def _of_delta_nets(options: ModelConfig, model: ModelDescription, on: device.Device) -> list[str]:
@@ -79,6 +93,11 @@ def _delta_net_heads(path: str, model: ModelDescription) -> tuple[int, int] | No
     """
     if net := model.delta_net:
         return net.key_dim, net.value_dim
-    config = read_json_object(Path(path) / "config.json")  # a backend may describe no delta nets
-    text = config.get("text_config") or config
+    text = _text_config(path)  # a backend may describe no delta nets
     return (text[KEYS], text[VALUES]) if KEYS in text and VALUES in text else None
+
+
+def _text_config(path: str) -> dict[str, Any]:
+    config = read_json_object(Path(path) / "config.json")
+    text: dict[str, Any] = config.get("text_config") or config
+    return text

@@ -539,6 +539,10 @@ def refused_body(world: Any, folder: Path) -> str:
             "codegen",
             r"vLLM \S+ could not be started with .*CodeGenForCausalLM.*set rollout.engine=tr",
         ),
+        (  # its first step fails
+            "phimoe",
+            r"could not be started with .* unpack.* \(modeling_phimoe\.py:\d+\).*set rollout.eng",
+        ),
         pytest.param(
             "dbrx",
             r"vLLM \S+ can't load the weights of .*KeyError.*Set rollout.engine=transformers",

@@ -122,8 +122,12 @@ def _itself(model: Any) -> Any:
 
 
 def _said(error: BaseException) -> str:
-    """Returns the class and text of an error on one line, of 500 characters at most."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:500].rstrip(".")
+    """Returns the class and text of an error on one line, of 500 characters at most, and where it was
+    raised.
+    """
+    text = f"{type(error).__name__}: {' '.join(str(error).split())}"[:500].rstrip(": .")
+    frames = traceback.extract_tb(error.__traceback__)
+    return f"{text} ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else text
 
 
 def _is_raised_by_vllm(error: BaseException) -> bool:
@@ -243,6 +247,8 @@ class VLLMEngine(Engine):
                     **prefill_arguments(folder, config, on_cuda=on_cuda),
                     **model_arguments(folder, on_cuda=on_cuda, written_as=written_as),
                 )
+                if not on_cuda:  # there it runs a batch at its start
+                    self._generate_once()
             except Exception as error:  # of vLLM's code for each model
                 raise EngineError(
                     f"vLLM {vllm.__version__} could not be started with the model of {folder}: {_said(error)}. If it does not "
@@ -253,6 +259,15 @@ class VLLMEngine(Engine):
                 torch.set_num_threads(threads)
             changed.give_to(self._llm.apply_model(_itself)[0])
             self._read_model(world, on_cuda=on_cuda)
+
+    def _generate_once(self) -> None:
+        """Generates two tokens, so that a model whose layers vLLM has no kernels for fails now."""
+        engine = self._llm.llm_engine
+        parameters = SamplingParams(max_tokens=2, ignore_eos=True, detokenize=False)
+        engine.add_request("first", {"prompt_token_ids": [0, 0]}, parameters)
+        while engine.has_unfinished_requests():
+            engine.step()
+        self._llm.reset_prefix_cache()
 
     def _read_model(self, world: World, *, on_cuda: bool) -> None:
         """Checks that vLLM preprocesses images and waveforms as the trainer does, and prepares
@@ -347,7 +362,7 @@ class VLLMEngine(Engine):
         try:
             outputs: list[Any] = self._llm.llm_engine.step()
         except Exception as error:
-            raise EngineFault(f"vLLM failed while generating: {error!r}") from error
+            raise EngineFault(f"vLLM failed while generating: {_said(error)}") from error
         return outputs
 
     @property

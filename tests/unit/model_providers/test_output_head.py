@@ -142,6 +142,15 @@ def test_changed_hidden_states_are_refused(tmp_path: Path) -> None:
         output_head(model)
 
 
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_refusal_names_a_parameter_that_is_computed_with(tied: bool) -> None:
+    """Untied, nothing reads lm_head.bias, which comes first."""
+    config = tiny_config("roberta-prelayernorm")
+    config.is_decoder, config.tie_word_embeddings = True, tied
+    with pytest.raises(CheckpointError, match=r"it computes with lm_head.dense.weight, too"):
+        output_head(on_meta(config, "eager"))
+
+
 def test_a_head_of_another_kind_is_refused(tmp_path: Path) -> None:
     model = built(tmp_path)
     with torch.device("meta"):

@@ -7,6 +7,7 @@ import pytest
 from rftmega.config import ParallelConfig
 from rftmega.core.errors import ConfigError
 from rftmega.run.preflight import preflight
+from tests.family_configs import tiny_config
 from tests.tiny_models import save_tiny
 from tests.unit.run.test_preflight import config_of
 
@@ -48,3 +49,30 @@ def test_gated_delta_nets_that_the_kernels_do_not_know_are_refused(
     assert all(complaint in said for complaint in complaints)
     config.rollout.engine = "transformers"
     preflight(config, 1)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes", "size"),
+    [
+        ("axk2", {}, 64),
+        ("deepseek_v2", {"kv_lora_rank": 512, "qk_rope_head_dim": 64}, 0),
+        ("deepseek_v2", {"kv_lora_rank": 512}, 544),
+        ("minicpm3", {}, 0),
+    ],
+)
+def test_latent_attention_of_a_size_that_the_kernels_do_not_know_is_refused_on_any_backend(
+    model_type: str, changes: dict[str, int], size: int, tmp_path: Path
+) -> None:
+    config = config_of(tmp_path, "qwen3", ParallelConfig(), "vllm")
+    given = tiny_config(model_type, 32)
+    for name, value in changes.items():
+        setattr(given, name, value)
+    given.save_pretrained(tmp_path)
+    config.backend = "fsdp"
+    said = ""
+    try:
+        preflight(config, 1)
+    except ConfigError as error:
+        said = str(error)
+    assert ("kv_lora_rank + qk_rope_head_dim = 576 only" in said) == bool(size)
+    assert f"not {size}." in said or not size
