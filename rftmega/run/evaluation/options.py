@@ -11,6 +11,7 @@ from rftmega import config as configuration
 from rftmega.checkpoints.reader import MANIFEST
 from rftmega.config import DataConfig, LoRA, RolloutConfig, RunConfig, TrainerConfig
 from rftmega.config.secrets import NOT_STORED
+from rftmega.config.user_code.functions import name_of
 from rftmega.config.validation.data import READ_FROM
 from rftmega.core.errors import ConfigError
 from rftmega.core.json_files import read_json_object
@@ -171,10 +172,23 @@ def loaded(
 
     Raises ConfigError as `config.load` does, and if nothing says on what to evaluate.
     """
-    read = configuration.load(given, [f"model.path={model}", *overrides])
+    before = _judge_of(given) if isinstance(given, Mapping) else []
+    read = configuration.load(given, [f"model.path={model}", *before, *overrides])
     if not read.data.held_out:
         raise ConfigError("On which prompts? Give --data FILE, or data.eval in --config.")
     return of_run(read, output)
+
+
+def _judge_of(stored: Mapping[str, Any]) -> list[str]:
+    """Returns the override that lets the first reward function judge completions, for a run without
+    labels and without evaluation, whose stored options say nothing of it.
+    """
+    data, reward = stored.get("data", {}), stored.get("reward", {})
+    functions = reward.get("functions")
+    evaluated = data.get("eval") or data.get("evals")
+    if not functions or evaluated or data.get("label_key") != "":
+        return []
+    return [f"trainer.eval_accuracy={name_of(functions[0])}"]
 
 
 def of_run(config: RunConfig, output: str) -> RunConfig:

@@ -72,6 +72,24 @@ def test_stored_options_are_those_of_the_run_without_its_secrets(tmp_path: Path)
         stored_options(tmp_path / "elsewhere")
 
 
+def test_the_first_function_judges_a_run_without_labels_that_evaluated_nothing(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "r.py").write_text("def short(response, label):\n    return 1.0\n")
+    function = f"{tmp_path}/r.py:short"
+    config = load(
+        {"model": {"path": "m"}, "data": {"train": "d"}}, [f"reward.functions=['{function}']"]
+    )
+    assert config.data.label_key == ""
+    (tmp_path / "run.json").write_text(json.dumps(without_secrets(config)))
+    stored = stored_options(tmp_path)
+    found = loaded(stored, "m", "out", ["data.eval=e"])
+    assert found.trainer.eval_accuracy == "short"
+    assert not any("label_key" in each for each in violations(found, 1, data=False))
+    other = loaded(stored, "m", "out", ["data.eval=e", "trainer.eval_accuracy=math"])
+    assert other.trainer.eval_accuracy == "math"
+
+
 def test_data_rewards_and_numbers_become_options() -> None:
     given = {"model": {"path": "m"}, "data": {"eval": "of the run"}}
     asked = overrides_of(["easy=a.jsonl", "hard=it's.jsonl"], ["math", "format.py:f"], 4, [1, 4])
