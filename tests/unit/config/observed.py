@@ -526,9 +526,12 @@ def engine(config: RunConfig, *, kind: str = "cpu", processes: int = 1) -> Seen:
         "rftmega.rollout.engines.compiled_classes",
     )
     fake = {name: WithAnyName(name) for name in modules}
-    fake["vllm"].LLM = lambda **named: (
-        seen.append(named) or SimpleNamespace(apply_model=lambda work: [None])
+    idle = SimpleNamespace(add_request=lambda *_: None, has_unfinished_requests=lambda: False)
+    started = SimpleNamespace(
+        apply_model=lambda work: [None], llm_engine=idle, reset_prefix_cache=lambda: None
     )
+    fake["vllm"].LLM = lambda **named: seen.append(named) or started
+    fake["vllm"].SamplingParams = lambda **_: None
     changed = SimpleNamespace(collected=nullcontext, give_to=lambda model: None)
     fake["rftmega.rollout.engines.compiled_classes"].ChangedClasses = lambda: changed
     fake["rftmega.weights.receivers.adapter"].adapters_of = lambda evaluated: {"": None}
