@@ -33,6 +33,10 @@ def why_merged(config: RunConfig) -> str:
         return f"rollout.engine={rollout.engine} takes merged weights"
     if rollout.transport == "checkpoint":
         return "rollout.transport=checkpoint is for servers that take merged weights"
+    if config.model.dtype == "float32":
+        return (
+            "in float32 merging rounds next to nothing, and engines sample faster without adapters"
+        )
     if rollout.quantization != "none":
         return f"rollout.quantization={rollout.quantization} was not tried with adapters"
     try:

@@ -9,6 +9,9 @@ from rftmega.config import RolloutConfig
 from rftmega.core.json_files import read_json_object
 
 CPU_STEP_TOKENS = 4096  # per engine step
+SHORT_PROMPT = 256  # tokens
+CPU_BLOCK = 32  # tokens of a block of the KV cache where prompts are short
+OWN_BLOCKS = ("deepseek_v4",)
 # transformers' names of layers with a recurrent or convolutional state
 RECURRENT = {"linear_attention", "conv", "hybrid", "recurrent", "mamba"}
 
@@ -88,8 +91,12 @@ def sees(folder: str | Path) -> bool:
 def prefill_arguments(
     folder: str | Path, config: RolloutConfig, *, on_cuda: bool
 ) -> dict[str, Any]:
-    """Returns the keyword arguments of `vllm.LLM` that turn off chunked prefill of the model in
-    `folder` on a CPU; {} on CUDA.
+    """Returns the keyword arguments of `vllm.LLM` for the prefill of the model in `folder` on a CPU;
+    {} on CUDA.
+
+    Chunked prefill is turned off. The prefix cache keeps whole blocks of tokens, on a CPU of 128 by
+    default, so that completions of a short prompt would share nothing: where prompts are short,
+    blocks are smaller. Attention to long prompts is slower with such blocks.
 
     After each chunk of a prompt, vLLM 0.32 samples a token and then resets the request's random
     generator, which CPU generators do not support. Without chunks, vLLM can't keep recurrent states
@@ -101,7 +108,18 @@ def prefill_arguments(
         "enable_chunked_prefill": False,
         "max_num_batched_tokens": max(CPU_STEP_TOKENS, config.max_row_tokens),
     }
-    return whole | ({"enable_prefix_caching": False} if has_recurrent_layers(folder) else {})
+    if has_recurrent_layers(folder):
+        return whole | {"enable_prefix_caching": False}
+    if config.max_prompt_tokens <= SHORT_PROMPT and not _sets_block_size(folder):
+        return whole | {"block_size": CPU_BLOCK}
+    return whole
+
+
+def _sets_block_size(folder: str | Path) -> bool:
+    """Returns whether vLLM sets the size of blocks itself, as it does for latent attention."""
+    said = read_json_object(Path(folder) / "config.json")
+    text = said.get("text_config") or said
+    return "kv_lora_rank" in text or text.get("model_type") in OWN_BLOCKS
 
 
 def has_recurrent_layers(folder: str | Path) -> bool:

@@ -47,6 +47,14 @@ def test_adapters_are_pushed_as_adapters_wherever_the_engine_takes_them(
     assert why in why_merged(config) and bool(why) == bool(why_merged(config))
 
 
+def test_in_float32_weights_are_merged_unless_the_option_says_otherwise(tmp_path: Path) -> None:
+    for push, rank in (("auto", 0), ("adapters", 8), ("merged", 0)):
+        config = run(tmp_path, {}, LoRA(rank=8, push=push))  # type: ignore[arg-type]
+        config.model.dtype = "float32"
+        assert served_rank(config) == rank
+        assert why_merged(config).startswith("in float32")
+
+
 def test_what_is_said_is_done_and_without_adapters_there_are_none(tmp_path: Path) -> None:
     assert served_rank(run(tmp_path, {}, LoRA(rank=8, push="merged"))) == 0
     said = LoRA(rank=8, push="adapters")

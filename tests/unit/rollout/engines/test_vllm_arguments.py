@@ -199,6 +199,26 @@ def test_the_prefix_cache_is_off_on_a_cpu_where_layers_keep_a_state(
     assert prefill_arguments(tmp_path, RolloutConfig(), on_cuda=True) == {}
 
 
+@pytest.mark.parametrize(
+    ("model_type", "longest", "small"),
+    [
+        ("qwen3", 80, True),
+        ("gemma3_text", 256, True),
+        ("qwen3", 257, False),
+        ("deepseek_v3", 80, False),
+        ("deepseek_v4", 80, False),
+        ("qwen3_5_text", 80, False),
+    ],
+)
+def test_blocks_of_the_cache_are_small_on_a_cpu_where_prompts_are_short(
+    model_type: str, longest: int, small: bool, tmp_path: Path
+) -> None:
+    tiny_config(model_type).save_pretrained(tmp_path)
+    config = RolloutConfig(max_prompt_tokens=longest)
+    given = prefill_arguments(tmp_path, config, on_cuda=False)
+    assert given.get("block_size") == (32 if small else None)
+
+
 def test_a_model_that_transformers_does_not_know_keeps_its_prefix_cache(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "nobody_knows"}')
     assert not has_recurrent_layers(tmp_path)
