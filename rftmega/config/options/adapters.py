@@ -62,7 +62,8 @@ class LoRA:
     push: Literal["auto", "merged", "adapters"] = "auto"
     """Weight sync of adapters: adapters (sent alone, unrounded; vLLM) or merged (weights with the
     adapters added, rounded to the engine's precision, which in bfloat16 loses much of a small
-    update). auto: adapters if the engine supports them, merged in float32 (docs/adapters.md).
+    update). auto: merged with model.dtype=float32, else adapters if the engine
+    supports them (docs/adapters.md).
     """
 
     base_on_host: Literal["whole", "int8"] = "whole"

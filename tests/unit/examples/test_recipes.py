@@ -59,7 +59,7 @@ SMALL = (
     *("rollout.engine=scripted", "rollout.samples_per_prompt=4", "rollout.max_prompt_tokens=400"),
     *("rollout.max_response_tokens=12", "trainer.steps=1", "trainer.prompts_per_step=4"),
     *("trainer.max_tokens_per_micro_batch=2048", "trainer.eval_every=1", "checkpoint.every=1"),
-    *("optimizer.warmup_steps=1", "rollout.memory_fraction=0.5"),  # the latter is vLLM's only
+    *("optimizer.warmup_steps=0", "rollout.memory_fraction=0.5"),  # the latter is vLLM's only
 )
 QUESTIONS = [
     {"question": f"Ann has {n} books and buys {n}. How many?", "answer": f"{n}+{n}\n#### {2 * n:,}"}
