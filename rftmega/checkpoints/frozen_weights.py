@@ -9,10 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rftmega.core.shards import Shard
+from rftmega.core.shards import Shard, as_integers
 from rftmega.runtime.parallel.collectives import gather_objects
-
-WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by itemsize
 
 
 @torch.no_grad()
@@ -49,5 +47,4 @@ def dtypes_beside(dtype: torch.dtype, shards: Iterable[Shard]) -> dict[str, str]
 
 def share_of(name: str, elements: Tensor) -> Tensor:
     """Returns what these elements of the weight `name`, in any shape and dtype, add to the checksum."""
-    words = elements.view(WORDS[elements.itemsize])
-    return zlib.crc32(name.encode()) * words.sum(dtype=torch.int64)
+    return zlib.crc32(name.encode()) * as_integers(elements).sum(dtype=torch.int64)

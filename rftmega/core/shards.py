@@ -18,6 +18,7 @@ LINEAR = (
     *("w1", "w2", "w3"),  # of Mixtral's experts
 )
 EMBEDDING, HEAD = OF_VOCABULARY = ("embed_tokens", "lm_head")  # embedding and LM head
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by itemsize
 Box = tuple[tuple[int, int], ...]  # start and stop along each dimension
 Holding = tuple[tuple[int, Box], ...]  # (number of the HF tensor, box of it), of one shard
 
@@ -271,3 +272,8 @@ def _joined_along(boxes: list[Box], dim: int) -> list[Box]:
         else:
             found.append(box)
     return found
+
+
+def as_integers(elements: Tensor) -> Tensor:
+    """Returns a view of elements of any dtype as integers of their size."""
+    return elements.view(INTEGERS[elements.itemsize])

@@ -13,15 +13,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rftmega.core.shards import Box, LogicalTensor, intersection, volume
+from rftmega.core.shards import Box, LogicalTensor, as_integers, intersection, volume
 from rftmega.core.shards import within as seen_from
 from rftmega.runtime.parallel.checksum import checksums
 from rftmega.weights.message import Layout, copy_together
 from rftmega.weights.recording import Copy, Geometry
 from rftmega.weights.slice_sums import SliceSums
 from rftmega.weights.slices import LocalShards, TensorSlice
-
-WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Run(NamedTuple):
@@ -185,7 +183,8 @@ class ReceivedFill:
         for run, views in self.fill.own(self.shards):
             pairs += zip(run.of(whole).unbind(), views, strict=True)
         same = [
-            (_words(target) == _words(source.to(target.dtype))).all() for target, source in pairs
+            (as_integers(target) == as_integers(source.to(target.dtype))).all()
+            for target, source in pairs
         ]
         return bool(torch.stack(same).all()) if same else True
 
@@ -344,10 +343,6 @@ def _narrowed(view: Geometry, box: Box) -> Geometry:
 
 def _natural(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
-
-
-def _words(elements: Tensor) -> Tensor:
-    return elements.view(WORDS[elements.itemsize])
 
 
 def by_name(copies: Mapping[str, Sequence[Copy]]) -> dict[str, list[tuple[str, Copy]]]:

@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from rftmega.algorithms.losses import policy_loss
 from rftmega.algorithms.values import value_loss
 from rftmega.config import OptimizerConfig, ParallelConfig
-from rftmega.core.types import Experience
+from rftmega.core.types import Experience, Rows
 from rftmega.run.built_backend import built_backend
 from tests.invariance import PROMPTS, ROWS, TAUGHT, Layout, begun_alike, saved, taught, teachers_of
 from tests.layouts import build_value_model, config_of, rows_of
@@ -20,7 +21,22 @@ from tests.ranks import run_ranks
 from tests.tiny_models import save_tiny
 
 
-def values_body(world: Any, folder: Path, backend: str, tensor: int) -> list[list[torch.Tensor]]:
+def experience_of(rows: Rows, logp: Tensor, advantage: Tensor, **columns: Any) -> Experience:
+    """`logp`: of the engine and of the policy before the update."""
+    return Experience(
+        tokens=rows.tokens,
+        prompt_lengths=rows.prompt_lengths,
+        lengths=rows.lengths,
+        mask=rows.mask,
+        behaviour_logp=logp,
+        old_logp=logp,
+        reference_logp=None,
+        advantage=advantage,
+        **columns,
+    )
+
+
+def values_body(world: Any, folder: Path, backend: str, tensor: int) -> list[list[Tensor]]:
     """Values and the loss of two updates, without shared beginnings and with them."""
     rows = begun_alike(rows_of(ROWS, PROMPTS))
     torch.manual_seed(5)
@@ -37,18 +53,7 @@ def values_body(world: Any, folder: Path, backend: str, tensor: int) -> list[lis
         )
         before = critic.values(rows)
         nothing = torch.zeros_like(returns)
-        experience = Experience(
-            tokens=rows.tokens,
-            prompt_lengths=rows.prompt_lengths,
-            lengths=rows.lengths,
-            mask=rows.mask,
-            behaviour_logp=nothing,
-            old_logp=nothing,
-            reference_logp=None,
-            advantage=nothing,
-            old_value=before,
-            returns=returns,
-        )
+        experience = experience_of(rows, nothing, nothing, old_value=before, returns=returns)
         steps = [critic.step(experience, value_loss()) for _ in range(2)]
         numbers = torch.tensor([[each["loss"], each["grad_norm"]] for each in steps])
         found.append([before, numbers, critic.values(rows)])
@@ -69,7 +74,7 @@ def test_a_critic_learns_the_same_where_beginnings_are_computed_once(
 
 def taught_body(
     world: Any, folder: Path, backend: str, tensor: int
-) -> list[tuple[list[int], torch.Tensor, torch.Tensor]]:
+) -> list[tuple[list[int], Tensor, Tensor]]:
     """Log-probs of all tokens and metrics of an update with a teacher, without shared beginnings and
     with them; the first of equal rows is truncated, so that it is not trained on.
     """
@@ -99,16 +104,7 @@ def taught_body(
         config.algorithm.teachers = teachers_of(folder / "teacher", layout)
         builder = built_backend(config)
         actor = builder.policy(config)
-        experience = Experience(
-            tokens=rows.tokens,
-            prompt_lengths=rows.prompt_lengths,
-            lengths=rows.lengths,
-            mask=rows.mask,
-            behaviour_logp=old,
-            old_logp=old,
-            reference_logp=None,
-            advantage=1.0 * rows.mask,
-        ).ragged()
+        experience = experience_of(rows, old, 1.0 * rows.mask).ragged()
         order = torch.arange(len(rows))
         experience = taught(experience, config, builder, actor, world, order)
         weights = {"full": 0.5, "top": 1.0}
