@@ -39,7 +39,8 @@ CAUSAL = {
     PREFIX: False,
 }
 # fields with the number of tokens that a token attends to; 0 makes transformers attend to later ones
-NUMBERS_SEEN = ("attention_window_size", "sliding_window", "keep_window_size", "index_topk")
+WINDOW = "sliding_window"
+NUMBERS_SEEN = ("attention_window_size", WINDOW, "keep_window_size", "index_topk")
 TOWERS = ("vision_config", "audio_config")
 SIZES = ("num_hidden_layers", "hidden_size", "vocab_size")
 
@@ -110,9 +111,11 @@ def refusal_of_config(config: Any) -> str:
         if kind == of and getattr(config, field, None) == value:
             given = f"{field}={str(value).lower()}"
             return f"model_type={kind} with {given} can't be trained with backend=fsdp: {why}."
-    whole = set(getattr(text, "layer_types", None) or ()) == {"full_attention"}
+    kinds = getattr(text, "layer_types", None) or ["sliding"]
+    slides = any("sliding" in str(kind) for kind in kinds)
     for field in NUMBERS_SEEN:
-        if getattr(text, field, None) == 0 and not whole:
+        unread = field == WINDOW and not slides
+        if getattr(text, field, None) == 0 and not unread:
             return f"{field}=0: a token attends to none, not to itself either. Correct config.json."
     for field, causal in CAUSAL.items():
         if getattr(config, field, causal) not in (causal, None):

@@ -33,12 +33,12 @@ def why_merged(config: RunConfig) -> str:
         return f"rollout.engine={rollout.engine} takes merged weights"
     if rollout.transport == "checkpoint":
         return "rollout.transport=checkpoint is for servers that take merged weights"
-    if config.model.dtype == "float32":
+    if rollout.quantization != "none":
+        return f"rollout.quantization={rollout.quantization} was not tried with adapters"
+    if config.model.dtype == "float32" and not lora.evaluated:
         return (
             "in float32 merging rounds next to nothing, and engines sample faster without adapters"
         )
-    if rollout.quantization != "none":
-        return f"rollout.quantization={rollout.quantization} was not tried with adapters"
     try:
         fields = read_json_object(Path(config.model.path) / "config.json")
     except (OSError, RFTMegaError):

@@ -11,7 +11,6 @@ from rftmega import config as configuration
 from rftmega.checkpoints.reader import MANIFEST
 from rftmega.config import DataConfig, LoRA, RolloutConfig, RunConfig, TrainerConfig
 from rftmega.config.secrets import NOT_STORED
-from rftmega.config.user_code.functions import name_of
 from rftmega.config.validation.data import READ_FROM
 from rftmega.core.errors import ConfigError
 from rftmega.core.json_files import read_json_object
@@ -172,23 +171,22 @@ def loaded(
 
     Raises ConfigError as `config.load` does, and if nothing says on what to evaluate.
     """
-    before = _judge_of(given) if isinstance(given, Mapping) else []
-    read = configuration.load(given, [f"model.path={model}", *before, *overrides])
+    if isinstance(given, Mapping):
+        given = _without_unread(given)
+    read = configuration.load(given, [f"model.path={model}", *overrides])
     if not read.data.held_out:
         raise ConfigError("On which prompts? Give --data FILE, or data.eval in --config.")
     return of_run(read, output)
 
 
-def _judge_of(stored: Mapping[str, Any]) -> list[str]:
-    """Returns the override that lets the first reward function judge completions, for a run without
-    labels and without evaluation, whose stored options say nothing of it.
+def _without_unread(stored: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a run's stored options without trainer.eval_accuracy if the run evaluated nothing: its
+    reward and the prompts now decide who judges, as in a run that evaluates.
     """
-    data, reward = stored.get("data", {}), stored.get("reward", {})
-    functions = reward.get("functions")
-    evaluated = data.get("eval") or data.get("evals")
-    if not functions or evaluated or data.get("label_key") != "":
-        return []
-    return [f"trainer.eval_accuracy={name_of(functions[0])}"]
+    data, trainer = stored.get("data", {}), dict(stored.get("trainer", {}))
+    if not (data.get("eval") or data.get("evals")):
+        trainer.pop("eval_accuracy", None)
+    return {**stored, "trainer": trainer}
 
 
 def of_run(config: RunConfig, output: str) -> RunConfig:

@@ -53,6 +53,9 @@ def test_in_float32_weights_are_merged_unless_the_option_says_otherwise(tmp_path
         config.model.dtype = "float32"
         assert served_rank(config) == rank
         assert why_merged(config).startswith("in float32")
+    config = run(tmp_path, {}, LoRA(rank=8, evaluated={"base": ""}))
+    config.model.dtype = "float32"
+    assert served_rank(config) == 8, "an engine with merged weights serves no others"
 
 
 def test_what_is_said_is_done_and_without_adapters_there_are_none(tmp_path: Path) -> None:

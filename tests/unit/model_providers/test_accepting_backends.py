@@ -184,6 +184,7 @@ def test_a_type_is_refused_for_what_it_is(
         ("doge", {"is_moe": True}, "is_moe=true can't be trained"),
         ("mistral", {"sliding_window": 0}, "sliding_window=0: a token attends to none"),
         ("qwen2_moe", {"sliding_window": 0}, ""),  # no layer has a window
+        ("nemotron_h", {"sliding_window": 0}, ""),
         ("glm_moe_dsa", {"index_topk": 0}, "index_topk=0"),
         ("recurrent_gemma", {"attention_window_size": 0}, "attention_window_size=0"),
         ("gpt_neox", {"is_decoder": False}, ""),  # it reads no such field

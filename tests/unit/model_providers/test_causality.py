@@ -2,7 +2,9 @@
 each field of each type that is a number or true or false, at other values.
 """
 
+import contextlib
 import copy
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,7 +14,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from rftmega.model_providers.transformers_decoders import refusal
-from tests.families import causal_types
+from tests.families import ACCEPTED, TABLE, causal_types
 from tests.family_configs import tiny_config
 
 # the size of a model, of what it returns, or of what a run sets
@@ -25,8 +27,15 @@ FEW = ("doge", "recurrent_gemma", "glm_moe_dsa")
 KINDS = [
     each if each in FEW else pytest.param(each, marks=pytest.mark.ranks) for each in causal_types()
 ]
+WITHOUT_CONFIG = ("musicgen", "musicgen_melody")  # they are built of other models
+MEASURED = {row["type"]: row for row in json.loads(TABLE.read_text())["rows"]}
 ROW = [5, 17, 3, 44, 9, 31, 12, 8, 27, 50, 2, 61]
 OTHER = [33, 4, 19, 7, 58, 21, 40, 11, 6, 25, 13, 49]
+
+
+def as_saved(config: Any) -> Any:
+    """The content of its config.json."""
+    return json.loads(config.to_json_string())
 
 
 def variants(config: Any) -> Iterator[tuple[str, Any]]:
@@ -51,14 +60,11 @@ def variants(config: Any) -> Iterator[tuple[str, Any]]:
 
 
 def built(config: Any) -> Any:
-    """A model with random parameters; None if there is none of the config."""
-    try:
-        torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(
-            config, dtype=torch.float32, attn_implementation="eager"
-        )
-    except Exception:  # of each class's own code
-        return None
+    """A model with random parameters."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(
+        config, dtype=torch.float32, attn_implementation="eager"
+    )
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     return model.eval()
@@ -89,21 +95,29 @@ def differences(model: Any) -> dict[str, float]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_token_is_predicted_from_those_before_it_in_its_row_alone(kind: str) -> None:
-    try:
-        config = tiny_config(kind)
-        fields = config.to_dict()
-    except Exception:  # of each class's own code: it is built of other models
+    if kind in WITHOUT_CONFIG:
         return
-    if refusal(fields):
+    config = tiny_config(kind)
+    for field, value in ACCEPTED.get(kind, {}).items():
+        setattr(config, field, value)
+    if refusal(as_saved(config)):
+        assert kind not in FEW and MEASURED[kind]["verdict"] == "refused"
         return
     found = {}
     for name, changed in variants(config):
-        if refusal(changed.to_dict()) or (model := built(changed)) is None:
+        if name and refusal(as_saved(changed)):
             continue
         try:
-            seen = differences(model)
-        except Exception:  # noqa: S112  of each class's own code: the value is no value
-            continue
-        if torch.tensor([*seen.values()]).isfinite().all():
+            seen = differences(built(changed))
+        except Exception:
+            if not name:
+                raise
+            continue  # it is no value, as each class's own code says
+        finite = bool(torch.tensor([*seen.values()]).isfinite().all())
+        assert finite or name
+        if finite and max(seen.values()) > 1e-4:  # it may be the rounding of float32
+            with contextlib.suppress(RuntimeError):  # some classes compute parts in float32 alone
+                seen = differences(built(changed).double())
+        if finite:
             found |= {f"{name} {what}": size for what, size in seen.items() if size > 1e-4}
     assert not found

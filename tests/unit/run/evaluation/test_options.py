@@ -75,7 +75,8 @@ def test_stored_options_are_those_of_the_run_without_its_secrets(tmp_path: Path)
 def test_the_first_function_judges_a_run_without_labels_that_evaluated_nothing(
     tmp_path: Path,
 ) -> None:
-    (tmp_path / "r.py").write_text("def short(response, label):\n    return 1.0\n")
+    body = "(response, label):\n    return 1.0\n"
+    (tmp_path / "r.py").write_text(f"def short{body}\n\ndef right{body}")
     function = f"{tmp_path}/r.py:short"
     config = load(
         {"model": {"path": "m"}, "data": {"train": "d"}}, [f"reward.functions=['{function}']"]
@@ -86,6 +87,8 @@ def test_the_first_function_judges_a_run_without_labels_that_evaluated_nothing(
     found = loaded(stored, "m", "out", ["data.eval=e"])
     assert found.trainer.eval_accuracy == "short"
     assert not any("label_key" in each for each in violations(found, 1, data=False))
+    chosen = [f"reward.functions=['{tmp_path}/r.py:right']"]
+    assert loaded(stored, "m", "out", ["data.eval=e", *chosen]).trainer.eval_accuracy == "right"
     other = loaded(stored, "m", "out", ["data.eval=e", "trainer.eval_accuracy=math"])
     assert other.trainer.eval_accuracy == "math"
 
