@@ -25,10 +25,13 @@ from typing import Any
 
 from benchmarks import machine
 from rftmega.config import RunConfig, load
+from rftmega.config.options.teachers import SELF
+from rftmega.examples.smollm import demo as smollm
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
 OUT = Path("runs/learning")  # from ROOT, where train_rl.py runs
+RECORD = "learning.json"  # of a run, in its folder
 DATA = {
     "arithmetic": "runs/demo/data",
     "shapes": "runs/shapes/data",
@@ -70,6 +73,7 @@ class Asked:
     at_most: float = 1.0  # what it may reach: of a run that can't learn
     processes: int = 1
     layout: tuple[int, int] = (1, 1)  # tensor, pipeline
+    gap: float = 1e-4  # the largest difference of a log-prob from the engine's
 
     def met(self, before: float, after: float, swapped: float = 0.0) -> bool:
         """Whether it did all."""
@@ -91,11 +95,13 @@ DISTILLED = Asked(needs="grpo", used="algorithm.teachers=[{{path: {}/policy}}]")
 FOUR = Asked(processes=4, layout=(2, 2))
 CALCULATOR = replace(FOUR, rise=0.3, example="calculator")
 GUESS = replace(FOUR, rise=0.2, example="guess", metric="eval_found")
+SMOLLM = Asked(rise=0.2, example="smollm", gap=2.0)  # in bfloat16
 FAMILY = (
     *("grpo", "rloo", "reinforce_pp", "dapo", "gspo", "cispo", "cpgd", "ppo"),
     *("sapo", "gmpo", "dppo", "prime_ipo", "maxrl", "pass_at_k", "gdpo", "icepop"),
 )
 WITH_REFERENCE = ("dpo", "ipo", "kto")
+SMOLLM_NAMES = ("smollm_rewarded", "smollm_distilled", "smollm_distilled_and_rewarded")
 RUNS = dict.fromkeys(FAMILY, Asked(rise=0.2)) | {
     "ttrl": Asked(rise=0.08),
     "sft": Asked(end=0.9, by_completions=True),
@@ -121,6 +127,8 @@ RUNS = dict.fromkeys(FAMILY, Asked(rise=0.2)) | {
     "calculator_without": replace(CALCULATOR, rise=-1.0, at_most=0.2),
     "guess": GUESS,
     "guess_ppo": GUESS,
+    # SmolLM2: from rewards, from itself with the answer in its prompt, from both
+    **dict.fromkeys(SMOLLM_NAMES, SMOLLM),
 }
 
 
@@ -205,7 +213,8 @@ def settings_of(name: str, seed: int) -> Record:
                 for option, value in options.items()
                 if value != plain[section].get(option, MISSING)
             }
-    return {"config": changed, "files": {name: digest(ROOT / name) for name in named if name}}
+    files = {name: digest(ROOT / name) for name in named if name not in ("", SELF)}
+    return {"config": changed, "files": files}
 
 
 def digest(path: Path) -> str:
@@ -216,13 +225,13 @@ def digest(path: Path) -> str:
 
 def done(name: str, seed: int) -> Record | None:
     """The record of a run that has ended with the settings of today."""
-    file = ROOT / OUT / f"{name}-{seed}/run.json"
+    file = ROOT / OUT / f"{name}-{seed}" / RECORD
     record = json.loads(file.read_text()) if file.is_file() else None
     return record if record and record["settings"] == settings_of(name, seed) else None
 
 
 def learn(name: str, seed: int) -> Record:
-    """One run, from the command line to run.json in its folder.
+    """One run, from the command line to its record in its folder.
 
     Raises RuntimeError where it failed.
     """
@@ -273,7 +282,7 @@ def learn(name: str, seed: int) -> Record:
         "command": "python " + " ".join(command),
         "settings": settings_of(name, seed),
     }
-    (folder / "run.json").write_text(json.dumps(record, indent=1))
+    (folder / RECORD).write_text(json.dumps(record, indent=1))
     say(
         f"{name}, seed {seed}: {record['before']:.1%} -> {record['after']:.1%} in {record['seconds']} s"
     )
@@ -309,7 +318,13 @@ def accuracy(model: str | Path, file: str) -> float:
 
 def prepare(examples: Collection[str]) -> None:
     """Data and warm starts of these examples, once; they are the same whenever they are made."""
-    made = [[EXAMPLES / example / "make_data.py", DATA[example]] for example in sorted(examples)]
+    if "smollm" in examples:
+        smollm.prepare(ROOT / smollm.FOLDER)
+    made = [
+        [EXAMPLES / example / "make_data.py", DATA[example]]
+        for example in sorted(examples)
+        if example in DATA
+    ]
     made += [
         [EXAMPLES / example / "warm_start.py", data, folder, *arguments]
         for folder, (example, data, *arguments) in STARTS.items()

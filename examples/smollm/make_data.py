@@ -1,6 +1,6 @@
 """Writes sums of two numbers of one or two digits, from the task library reasoning-gym: train.jsonl,
 and eval.jsonl with 200 other tasks. A record has the library's question as chat messages, the sum
-alone ("5 - 9 =") and the answer.
+alone ("5 - 9 ="), the answer, and messages that tell the answer beforehand ("told"), for a teacher.
 
 python make_data.py FOLDER
 """
@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 TASKS, HELD_OUT, SEED = 6000, 200, 3
+SHOTS = (("5 + 8 =", "13"), ("21 - 4 =", "17"), ("12 - 31 =", "-19"))
 
 
 def records() -> list[dict]:
@@ -32,10 +33,20 @@ def records() -> list[dict]:
             ],
             "sum": task["metadata"]["expression"] + " =",
             "answer": str(task["answer"]),
+            "told": told(task["metadata"]["expression"] + " =", str(task["answer"])),
         }
         for task in tasks
     }
     return list(found.values())
+
+
+def told(asked: str, answer: str) -> list[dict[str, str]]:
+    """Returns a chat whose last message has a sum with its answer, and the sum again."""
+    chat = []
+    for shot, right in SHOTS:
+        chat.append({"role": "user", "content": f"{shot} {right}\n{shot}"})
+        chat.append({"role": "assistant", "content": right})
+    return [*chat, {"role": "user", "content": f"{asked} {answer}\n{asked}"}]
 
 
 def main() -> None:

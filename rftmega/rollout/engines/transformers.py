@@ -297,10 +297,10 @@ class TransformersEngine(Engine):
                         "of experts or of tokens to attend to, or tokens that see later ones)"
                     )
             except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
-                self._caches, said = False, f"fails ({error})"
+                self._caches, said = False, f"can't be used ({error})"
             if not self._caches:
                 log.warning(
-                    "%s: transformers' cache %s. All tokens are computed for each new one instead.",
+                    "%s: transformers' cache of this model %s. All tokens are computed for each new one instead, which is slow.",
                     type(self.model).__name__,
                     said,
                 )

@@ -122,10 +122,11 @@ def _itself(model: Any) -> Any:
 
 
 def _said(error: BaseException) -> str:
-    """Returns the class and text of an error on one line, of 500 characters at most, and where it was
-    raised.
+    """Returns the class and text of an error on one line, of 500 characters at most and without vLLM's
+    list of all its architectures, and where it was raised.
     """
-    text = f"{type(error).__name__}: {' '.join(str(error).split())}"[:500].rstrip(": .")
+    text = f"{type(error).__name__}: {' '.join(str(error).split())}"
+    text = text.partition(". Supported architectures")[0][:500].rstrip(": .")
     frames = traceback.extract_tb(error.__traceback__)
     return f"{text} ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else text
 

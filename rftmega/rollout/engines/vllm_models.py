@@ -27,6 +27,11 @@ MINIMAX_M2 = {"scoring_func": "sigmoid", "use_routing_bias": True}
 writes lack these keys, and `rotary_dim`.
 """
 
+NATIVE_ROTARY = {"compilation_config": {"custom_ops": ["-rotary_embedding"]}}
+"""Rotary embeddings by torch. On a CPU, vLLM 0.32's kernel rotates interleaved elements (as in
+DeepSeek) wrongly in multi-head queries, and those of LFM2-MoE, too.
+"""
+
 VISION_MOE = {"text_config": {"norm_topk_prob": True}}
 """Expert weighting of Qwen3-VL-MoE: published configs have this key, which vLLM reads; configs that
 transformers writes lack it.
@@ -39,9 +44,6 @@ def model_arguments(
     """Returns the keyword arguments of `vllm.LLM` that the model in `folder` needs to be computed
     as in the trainer. `written_as`: the quantization_config of the weights as they are pushed into
     vLLM; None if these are not quantised.
-
-    On a CPU, vLLM 0.32's rotary kernel rotates interleaved elements (as in DeepSeek) wrongly in
-    multi-head queries, so its native torch operations are used.
     """
     config = read_json_object(Path(folder) / "config.json")
     arguments = _of_family(config, on_cuda=on_cuda)
@@ -62,11 +64,13 @@ def _of_family(config: dict[str, Any], *, on_cuda: bool) -> dict[str, Any]:
         return seeing
     if config["model_type"] == "minimax_m2":
         return {"hf_overrides": MINIMAX_M2 | {"rotary_dim": _rotated(config)}}
+    if config["model_type"] == "lfm2_moe":
+        return {} if on_cuda else NATIVE_ROTARY
     if config["model_type"] not in ("deepseek_v3", "kimi_k2"):
         return {}
     arguments: dict[str, Any] = {"hf_overrides": DEEPSEEK_V3}
     if not on_cuda:
-        arguments["compilation_config"] = {"custom_ops": ["-rotary_embedding"]}
+        arguments |= NATIVE_ROTARY
         # on a CPU with AMX it would choose kernels that refuse fp32
         arguments["attention_config"] = {"backend": "CPU_MLA"}
     return arguments

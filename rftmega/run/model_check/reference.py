@@ -11,6 +11,7 @@ from torch import Tensor
 
 from rftmega.core.json_files import read_json_object
 from rftmega.model_providers.transformers_decoders import SEEING
+from rftmega.models.rescaled_weights import without_rescaling
 from rftmega.run.model_check.findings import Finding, note, ok, problem, skipped
 
 SAID = (
@@ -57,10 +58,17 @@ def class_of(folder: Path) -> Any:
 
 def loaded(folder: Path) -> tuple[Any, dict[str, Any]]:
     """Returns transformers' model of a folder in float32, and its report of the load."""
+    from transformers import AutoConfig
+
     kind = class_of(folder)
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     # transformers' own default; in 5.19 its eager attention adds Falcon's alibi twice
     model, told = kind.from_pretrained(
-        folder, dtype=torch.float32, output_loading_info=True, trust_remote_code=False
+        folder,
+        config=without_rescaling(config),  # as in a run
+        dtype=torch.float32,
+        output_loading_info=True,
+        trust_remote_code=False,
     )
     return model.eval(), told
 
@@ -155,17 +163,32 @@ def of_generation(model: Any, tokenizer: Any, most: int, *, positions: int) -> F
     most = min(most, positions - len(prompt))
     if most < 1:
         return skipped("generation", f"its {positions} positions leave no room behind the prompt")
+    try:
+        found, how = _completed(model, prompt, tokenizer.stop_ids, most, use_cache=True), ""
+    except Exception as error:  # of each class's own code for a cache
+        found = _completed(model, prompt, tokenizer.stop_ids, most, use_cache=False)
+        first = " ".join(str(error).split())[:200]
+        how = f" (slowly, since transformers' cache fails for this model: {first})"
+    text = tokenizer.decode(found)
+    begin = repr(text if len(text) < 60 else text[:60] + "...")
+    if found and found[-1] in tokenizer.stop_ids:
+        return ok("generation", f"stops after {len(found)} tokens: {begin}{how}")
+    return note("generation", f"no stop token within {most} tokens: {begin}{how}")
+
+
+def _completed(
+    model: Any, prompt: Sequence[int], stop_ids: Sequence[int], most: int, *, use_cache: bool
+) -> list[int]:
+    """Returns the likeliest completion of a prompt, of at most `most` tokens."""
     given = torch.tensor(prompt)[None]
-    found = model.generate(
+    rows = model.generate(
         given,
         attention_mask=torch.ones_like(given),
         max_new_tokens=most,
         do_sample=False,
-        eos_token_id=list(tokenizer.stop_ids),
-        pad_token_id=tokenizer.stop_ids[0],
-    )[0, given.shape[1] :].tolist()
-    text = tokenizer.decode(found)
-    begin = repr(text if len(text) < 60 else text[:60] + "...")
-    if found and found[-1] in tokenizer.stop_ids:
-        return ok("generation", f"stops after {len(found)} tokens: {begin}")
-    return note("generation", f"no stop token within {most} tokens: {begin}")
+        use_cache=use_cache,
+        eos_token_id=list(stop_ids),
+        pad_token_id=stop_ids[0],
+    )
+    found: list[int] = rows[0, given.shape[1] :].tolist()
+    return found

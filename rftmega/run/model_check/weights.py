@@ -93,7 +93,7 @@ def _other_model(folder: Path) -> str:
     return (
         "Change this field of config.json, or take another model."
         if known
-        else "Take a model that docs/supported_architectures.md lists."
+        else "Take a model that docs/supported_architectures.md lists, or for backend=fsdp one that docs/backends.md describes."
     )
 
 

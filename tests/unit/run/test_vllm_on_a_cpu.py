@@ -1,5 +1,6 @@
-"""Hybrid models that vLLM's CPU kernels don't compute are refused before a model is built."""
+"""Models that vLLM doesn't compute on a CPU, or computes otherwise, are refused before one is built."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -7,6 +8,7 @@ import pytest
 from rftmega.config import ParallelConfig
 from rftmega.core.errors import ConfigError
 from rftmega.run.preflight import preflight
+from tests.families import TABLE
 from tests.family_configs import tiny_config
 from tests.tiny_models import save_tiny
 from tests.unit.run.test_preflight import config_of
@@ -76,3 +78,18 @@ def test_latent_attention_of_a_size_that_the_kernels_do_not_know_is_refused_on_a
         said = str(error)
     assert ("kv_lora_rank + qk_rope_head_dim = 576 only" in said) == bool(size)
     assert f"not {size}." in said or not size
+
+
+def test_a_type_that_vllm_computes_otherwise_is_refused_before_the_run(tmp_path: Path) -> None:
+    config = config_of(tmp_path, "qwen3", ParallelConfig(), "vllm")
+    tiny_config("cohere2", 32).save_pretrained(tmp_path)
+    config.backend = "fsdp"
+    with pytest.raises(ConfigError, match="gives model_type=cohere2 other log-probs than"):
+        preflight(config, 1)
+
+
+def test_each_measured_type_passes_the_gate_of_a_run_or_is_refused() -> None:
+    rows = json.loads(TABLE.read_text())["rows"]
+    measured = [row["vllm"] for row in rows if isinstance(row.get("vllm"), float)]
+    assert len(measured) > 60
+    assert max(measured) <= 1e-3

@@ -154,3 +154,22 @@ def test_transformers_own_passes_that_differ_with_the_length_are_no_fault_of_a_b
         assert found.state == ("problem" if even else "note")
         assert ("Not comparable" in found.said) != even
     assert reference.of_uneven(0.3).state == "problem"
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_a_model_whose_cache_fails_generates_without_one(fails: bool) -> None:  # noqa: FBT001
+    def generate(given: Tensor, *, use_cache: bool, **rest: Any) -> Tensor:
+        if use_cache and fails:
+            raise RuntimeError("size 64 must match\nsize 48")
+        return torch.cat([given, torch.tensor([[7, 2]])], 1)
+
+    tokenizer: Any = SimpleNamespace(
+        inner=SimpleNamespace(chat_template=""),
+        encode=lambda text, chat_template: [3, 4],
+        decode=str,
+        stop_ids=[2],
+    )
+    model = SimpleNamespace(generate=generate)
+    found = reference.of_generation(model, tokenizer, 8, positions=64)
+    assert (found.state, "stops after 2 tokens: '[7, 2]'" in found.said) == ("ok", True)
+    assert ("size 64 must match size 48" in found.said) == fails
