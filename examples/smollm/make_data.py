@@ -1,6 +1,7 @@
 """Writes sums of two numbers of one or two digits, from the task library reasoning-gym: train.jsonl,
 and eval.jsonl with 200 other tasks. A record has the library's question as chat messages, the sum
-alone ("5 - 9 ="), the answer, and messages that tell the answer beforehand ("told"), for a teacher.
+alone ("5 - 9 ="), the answer, and the sum as chat messages, alone ("asked") and after two calls of a
+calculator ("chat").
 
 python make_data.py FOLDER
 """
@@ -11,7 +12,12 @@ import sys
 from pathlib import Path
 
 TASKS, HELD_OUT, SEED = 6000, 200, 3
-SHOTS = (("5 + 8 =", "13"), ("21 - 4 =", "17"), ("12 - 31 =", "-19"))
+SHOTS = (("21 - 4 =", "17"), ("12 - 31 =", "-19"))
+TOOL = {
+    "name": "calculate",
+    "description": "Computes a sum or difference of two whole numbers.",
+    "parameters": {"type": "object", "properties": {"expression": {"type": "string"}}},
+}
 
 
 def records() -> list[dict]:
@@ -33,20 +39,29 @@ def records() -> list[dict]:
             ],
             "sum": task["metadata"]["expression"] + " =",
             "answer": str(task["answer"]),
-            "told": told(task["metadata"]["expression"] + " =", str(task["answer"])),
+            "asked": with_calls(task["metadata"]["expression"] + " =", 0),
+            "chat": with_calls(task["metadata"]["expression"] + " =", len(SHOTS)),
         }
         for task in tasks
     }
     return list(found.values())
 
 
-def told(asked: str, answer: str) -> list[dict[str, str]]:
-    """Returns a chat whose last message has a sum with its answer, and the sum again."""
-    chat = []
-    for shot, right in SHOTS:
-        chat.append({"role": "user", "content": f"{shot} {right}\n{shot}"})
+def with_calls(asked: str, calls: int) -> list[dict]:
+    """Returns a chat whose system message describes a tool, and in which the assistant has called it
+    for `calls` other sums.
+    """
+    described = json.dumps({"type": "function", "function": TOOL})
+    told = f"You call tools.\n<tools>\n{described}\n</tools>"
+    chat: list[dict] = [{"role": "system", "content": told}]
+    for shot, right in SHOTS[:calls]:
+        given = {"expression": shot.removesuffix(" =")}
+        call = {"type": "function", "function": {"name": "calculate", "arguments": given}}
+        chat.append({"role": "user", "content": f"Compute {shot}"})
+        chat.append({"role": "assistant", "content": "", "tool_calls": [call]})
+        chat.append({"role": "tool", "content": right})
         chat.append({"role": "assistant", "content": right})
-    return [*chat, {"role": "user", "content": f"{asked} {answer}\n{asked}"}]
+    return [*chat, {"role": "user", "content": f"Compute {asked}"}]
 
 
 def main() -> None:

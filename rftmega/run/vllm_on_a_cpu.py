@@ -11,6 +11,7 @@ from rftmega.runtime import device
 LATENT_SIZE = 576
 # model_type -> what vLLM's CPU build lacks for it
 LACKS = {
+    "inkling_text": "the layers of Inkling",
     "minimax_m2": "the choice of experts by sigmoid scores without groups",
     "gpt_oss": "experts with biases",
 }

@@ -14,9 +14,11 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from rftmega.backends.decoder.meta_decoder import vocabulary_of
 from rftmega.backends.fsdp.packed_attention import ATTENTION, EDGES, Edges, Unpackable, attend_rows
+from rftmega.core.errors import described
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 PROBE = [0, 3, 5]  # edges of the probe rows
+SAID = 160  # characters of an error of transformers' code that are shown
 
 
 def refusal_to_pack(model: PreTrainedModel) -> str | None:
@@ -89,7 +91,9 @@ def _run_on_meta(model: PreTrainedModel, attention: Callable[..., Any]) -> None:
     except Unpackable:
         raise
     except Exception as error:
-        raise Unpackable(f"its forward pass over packed rows fails: {error}") from error
+        # without the advice that torch's messages go on to give
+        first = described(error).partition(". ")[0].partition("\n")[0].rstrip(".")[:SAID]
+        raise Unpackable(f"transformers' code of it takes no packed rows ({first})") from error
     finally:
         ALL_ATTENTION_FUNCTIONS.register(ATTENTION, kept)
         model.set_experts_implementation(experts)

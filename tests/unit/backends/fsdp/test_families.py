@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -132,6 +133,30 @@ def test_a_model_whose_config_says_more_than_its_attention_is_told_is_not_packed
     assert refusal_to_pack(model) is None
     setattr(model.config, field, value)
     assert said in str(refusal_to_pack(model))
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (KeyError("cu_seq_lens_q"), "(KeyError: 'cu_seq_lens_q')"),
+        (
+            RuntimeError("nonzero has no meta. To allow it, set x=True.."),
+            "(RuntimeError: nonzero has no meta)",
+        ),
+        (RuntimeError("long " * 999), "long long"),
+    ],
+)
+def test_what_fails_in_packed_rows_is_said_in_a_line(
+    error: Exception, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(self: Any, input_ids: Any = None, position_ids: Any = None, **named: object) -> None:
+        raise error
+
+    model = built_of(save_decoder(tmp_path, "llama")).model
+    monkeypatch.setattr(type(model.model), "forward", fails)
+    found = str(refusal_to_pack(model))
+    assert said in found
+    assert len(found) < 250
 
 
 @pytest.mark.parametrize("family", ["qwen3-moe", "mixtral", "phi3", "gpt-oss", "gemma3"])

@@ -17,6 +17,7 @@ from rftmega.rollout.engines.vllm_models import (
     has_recurrent_layers,
     model_arguments,
     prefill_arguments,
+    reads_text,
 )
 from rftmega.runtime.parallel.process_group import World
 from tests.family_configs import tiny_config
@@ -94,6 +95,16 @@ def test_lfm2_moe_has_rotary_embeddings_of_torch_on_a_cpu(tmp_path: Path) -> Non
     given = model_arguments(tmp_path, on_cuda=False)
     assert given["compilation_config"] == {"custom_ops": ["-rotary_embedding"]}
     assert "compilation_config" not in model_arguments(tmp_path, on_cuda=True)
+
+
+@pytest.mark.parametrize(("kind", "read"), [("inkling_text", True), ("qwen3", False)])
+def test_a_model_that_vllm_builds_with_its_tokenizer_has_it(
+    kind: str,
+    read: bool,
+    tmp_path: Path,  # noqa: FBT001
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
+    assert reads_text(tmp_path) == read
 
 
 def test_the_host_keeps_its_threads(
