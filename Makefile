@@ -26,7 +26,7 @@ endif
 demo: $(READY)  ## a small Qwen3 learns arithmetic on 4 processes (TP2 x PP2), one vLLM engine each
 	$(BIN)/python examples/arithmetic/demo.py $(ARGS)
 
-demo-real: $(READY)  ## a published model, SmolLM2-135M-Instruct, learns to add, on 2 processes; ARGS="--seed 1"
+demo-real: $(READY)  ## a published model, SmolLM2-135M-Instruct, learns to add, on 2 processes; ARGS="--seed 1", ARGS=--tools
 	$(BIN)/python examples/smollm/demo.py $(ARGS)
 
 demo-vl: $(READY)  ## a small Qwen2.5-VL learns to count shapes in images, on 4 processes as well

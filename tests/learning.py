@@ -95,7 +95,7 @@ DISTILLED = Asked(needs="grpo", used="algorithm.teachers=[{{path: {}/policy}}]")
 FOUR = Asked(processes=4, layout=(2, 2))
 CALCULATOR = replace(FOUR, rise=0.3, example="calculator")
 GUESS = replace(FOUR, rise=0.2, example="guess", metric="eval_found")
-SMOLLM = Asked(rise=0.2, example="smollm", gap=2.0)  # in bfloat16
+SMOLLM = Asked(rise=0.2, example="smollm", metric="eval_called", gap=2.0)  # in bfloat16
 FAMILY = (
     *("grpo", "rloo", "reinforce_pp", "dapo", "gspo", "cispo", "cpgd", "ppo"),
     *("sapo", "gmpo", "dppo", "prime_ipo", "maxrl", "pass_at_k", "gdpo", "icepop"),
