@@ -101,7 +101,6 @@ FAMILY = (
     *("sapo", "gmpo", "dppo", "prime_ipo", "maxrl", "pass_at_k", "gdpo", "icepop"),
 )
 WITH_REFERENCE = ("dpo", "ipo", "kto")
-SMOLLM_NAMES = ("smollm_rewarded", "smollm_distilled", "smollm_distilled_and_rewarded")
 RUNS = dict.fromkeys(FAMILY, Asked(rise=0.2)) | {
     "ttrl": Asked(rise=0.08),
     "sft": Asked(end=0.9, by_completions=True),
@@ -127,8 +126,10 @@ RUNS = dict.fromkeys(FAMILY, Asked(rise=0.2)) | {
     "calculator_without": replace(CALCULATOR, rise=-1.0, at_most=0.2),
     "guess": GUESS,
     "guess_ppo": GUESS,
-    # SmolLM2: from rewards, from itself with the answer in its prompt, from both
-    **dict.fromkeys(SMOLLM_NAMES, SMOLLM),
+    # SmolLM2 calls a tool: from itself with examples in its prompt, from rewards too, from them alone
+    "smollm_distilled": SMOLLM,
+    "smollm_distilled_and_rewarded": SMOLLM,
+    "smollm_rewarded": replace(SMOLLM, rise=-1.0, at_most=0.2),
 }
 
 
