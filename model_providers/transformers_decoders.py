@@ -95,7 +95,7 @@ def refusal_of_config(config: Any) -> str:
     kind = config.model_type
     text = config.get_text_config()
     others = text is not config or any(hasattr(config, name) for name in TOWERS)
-    if others and kind not in SEEING:
+    if (others or kind in types_with_media()) and kind not in SEEING:
         return (
             f"model_type={kind} has more than a decoder of text, and backend=fsdp trains such models of these types only: "
             f"{', '.join(SEEING)}.{_decoder_alone(text, kind)}"
@@ -168,6 +168,13 @@ def causal_types() -> Mapping[str, str]:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     return MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+
+def types_with_media() -> set[str]:
+    """Returns the model types that write text and have no class for text alone."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
+
+    return set(MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES) - set(causal_types())
 
 
 def _decoder_alone(text: Any, kind: str) -> str:

@@ -67,7 +67,9 @@ def read_config(path: str | Path) -> Any:
             f"{path}: transformers can't read this config.json: {error}"
         ) from error
     if why := refusal_of_config(config):
-        raise CheckpointError(f"{path}: {why} {advice(fields, 'Take another model')}")
+        names_remedy = why.rpartition(". ")[2].startswith(("Set ", "Correct "))
+        remedy = "Otherwise take another model" if names_remedy else "Take another model"
+        raise CheckpointError(f"{path}: {why} {advice(fields, remedy)}")
     if is_quantised(read_json_object(Path(path) / "config.json")):
         del config.quantization_config  # the trainer's weights are not
     return without_rescaling(config)

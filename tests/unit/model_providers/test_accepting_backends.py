@@ -155,6 +155,8 @@ def test_families_of_megatron_and_types_of_transformers_are_named_alike() -> Non
     [
         ("xlnet", "it predicts tokens from those before and behind them", "positions"),
         ("git", "model_type=git has more than a decoder of text", "(model_type=git) is a model"),
+        ("chameleon", "model_type=chameleon has more than a decoder of text", "no language model"),
+        ("hrm_text", "as a causal decoder. Otherwise take another model.", ". Take another"),
     ],
 )
 def test_a_type_is_refused_for_what_it_is(
