@@ -2,6 +2,8 @@
 the entry point `vllm.general_plugins` in setup.py.
 """
 
+from rftmega.runtime.parallel.orphans import server_ends_with_parent
+
 TRANSPORTS = {  # name of a weight transport -> module and class that receive
     "shared_memory": (
         "rftmega.weights.receivers.shared_memory",
@@ -14,10 +16,12 @@ TRANSPORTS = {  # name of a weight transport -> module and class that receive
 
 def register() -> None:
     """Registers the weight transports for vLLM's option `--weight-transfer-config`, and the media
-    connector "rftmega" for the variable VLLM_MEDIA_CONNECTOR.
+    connector "rftmega" for the variable VLLM_MEDIA_CONNECTOR. A server ends with its trainer from now
+    on.
     """
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
+    server_ends_with_parent()
     for name, (module, engine) in TRANSPORTS.items():
         # vLLM may load its plugins more than once
         if name not in WeightTransferEngineFactory._registry:

@@ -10,7 +10,6 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from functools import partial
 from multiprocessing.util import Finalize
 from pathlib import Path
 
@@ -18,7 +17,7 @@ from rftmega.core.errors import EngineError
 from rftmega.rollout.servers import server_client
 from rftmega.rollout.servers.server_client import ServerClient
 from rftmega.rollout.servers.vllm import auth
-from rftmega.runtime.parallel.orphans import end_with_parent
+from rftmega.runtime.parallel.orphans import PARENT
 
 PROGRAM = "vllm.entrypoints.openai.api_server"
 LOOPBACK = "127.0.0.1"
@@ -75,11 +74,10 @@ class Server(ServerClient):
             self._begin = file.tell()  # offset in the log
             self._process = subprocess.Popen(
                 [*command, *arguments],
-                env=environment | {auth.PARENT: str(os.getpid())},
+                env=environment | {PARENT: str(os.getpid())},
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                preexec_fn=partial(end_with_parent, os.getpid(), signal.SIGTERM),
             )
         # In case `close` is not called. Ranks are processes of multiprocessing, which ends them
         # without Python's atexit.

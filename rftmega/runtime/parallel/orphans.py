@@ -10,6 +10,7 @@ import threading
 import time
 
 PR_SET_PDEATHSIG = 1
+PARENT = "RFTMEGA_SERVER_PARENT"  # pid of the process that a server ends with
 
 
 def end_with_parent(parent: int, number: signal.Signals) -> None:
@@ -22,6 +23,16 @@ def end_with_parent(parent: int, number: signal.Signals) -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
     if os.getppid() != parent:
         os.kill(os.getpid(), number)
+
+
+def server_ends_with_parent() -> None:
+    """Makes this process end with its parent, if it is a server that the parent has started: called
+    in the server, since code between fork and exec (preexec_fn) can hang in a process with threads
+    that use process groups.
+    """
+    parent = int(os.environ.get(PARENT, 0))
+    if os.getppid() == parent:  # not in the processes that a server starts
+        end_with_parent(parent, signal.SIGTERM)
 
 
 def end_with_all(parent: int, *, look: float = 1.0, grace: float = 20.0) -> None:

@@ -17,9 +17,8 @@ from urllib.parse import parse_qsl
 from rftmega.rollout.servers.vllm import ownership
 from rftmega.rollout.servers.vllm.ownership import OWNER, Ownership
 from rftmega.rollout.servers.vllm.protocol import SOCKET
-from rftmega.runtime.parallel.orphans import end_with_all
+from rftmega.runtime.parallel.orphans import PARENT, end_with_all
 
-PARENT = "RFTMEGA_SERVER_PARENT"  # pid of the process that the server ends with
 SAMPLES = "/samples"  # handled here: checksums of vLLM's patches of sample images
 ADAPTER = "/adapter"  # handled here: POST, with a payload (`weights.transports.adapter_message`)
 IDENTITY = "/identity"  # handled here: an id that changes with each start and owner

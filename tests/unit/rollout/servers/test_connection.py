@@ -19,6 +19,7 @@ from rftmega.rollout.servers.connection import CompletionRefused, Disconnected, 
 from rftmega.rollout.servers.protocol.server_replies import answered
 from rftmega.rollout.servers.vllm import auth, completions_socket, protocol
 from rftmega.rollout.servers.vllm.completions_socket import CompletionsSocket
+from rftmega.runtime.parallel import orphans
 
 pytest.importorskip("vllm")
 SAMPLING = {"temperature": 1.0, "max_tokens": 8}
@@ -94,7 +95,7 @@ async def _lifespan(scope: Any, receive: Any, send: Any) -> None:
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Served, str]]:
     monkeypatch.setenv(auth.KEY, "the key")
-    monkeypatch.delenv(auth.PARENT, raising=False)
+    monkeypatch.delenv(orphans.PARENT, raising=False)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

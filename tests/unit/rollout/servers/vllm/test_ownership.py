@@ -22,6 +22,7 @@ from rftmega.rollout.servers.server_engine import ServerEngine
 from rftmega.rollout.servers.stock_client import StockClient
 from rftmega.rollout.servers.vllm import auth, ownership
 from rftmega.rollout.servers.vllm.ownership import LEASE_SECONDS, TAKEN, Ownership
+from rftmega.runtime.parallel import orphans
 from rftmega.runtime.parallel.process_group import World
 from rftmega.runtime.parallel.run_identity import FILE, run_identity
 from tests.rollouts import save_scripted
@@ -122,7 +123,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     from vllm import __version__
 
     monkeypatch.setenv(auth.KEY, KEY)
-    monkeypatch.delenv(auth.PARENT, raising=False)
+    monkeypatch.delenv(orphans.PARENT, raising=False)
     monkeypatch.setattr(server_group_module, "KEEP_SECONDS", 0.1)
     said = f'{{"status": "done", "world_size": 1, "version": "{__version__}"}}'.encode()
 
