@@ -11,7 +11,7 @@ from rftmega.core.json_files import read_json_object
 CPU_STEP_TOKENS = 4096  # per engine step
 SHORT_PROMPT = 256  # tokens
 CPU_BLOCK = 32  # tokens of a block of the KV cache where prompts are short
-READ_TEXT = ("inkling_mm_model", "inkling_text")  # vLLM builds them with their tokenizer
+READ_TEXT = ("inkling_text",)  # vLLM builds them with their tokenizer
 OWN_BLOCKS = ("deepseek_v4",)
 # transformers' names of layers with a recurrent or convolutional state
 RECURRENT = {"linear_attention", "conv", "hybrid", "recurrent", "mamba"}
@@ -66,7 +66,7 @@ def _of_family(config: dict[str, Any], *, on_cuda: bool) -> dict[str, Any]:
     if config["model_type"] == "minimax_m2":
         return {"hf_overrides": MINIMAX_M2 | {"rotary_dim": _rotated(config)}}
     if config["model_type"] == "lfm2_moe":
-        return {} if on_cuda else NATIVE_ROTARY
+        return {} if on_cuda else dict(NATIVE_ROTARY)
     if config["model_type"] not in ("deepseek_v3", "kimi_k2"):
         return {}
     arguments: dict[str, Any] = {"hf_overrides": DEEPSEEK_V3}

@@ -30,9 +30,9 @@ def server_ends_with_parent() -> None:
     in the server, since code between fork and exec (preexec_fn) can hang in a process with threads
     that use process groups.
     """
-    parent = int(os.environ.get(PARENT, 0))
-    if os.getppid() == parent:  # not in the processes that a server starts
-        end_with_parent(parent, signal.SIGTERM)
+    parent = os.environ.get(PARENT)
+    if parent == str(os.getppid()):  # not in the processes that a server starts
+        end_with_parent(int(parent), signal.SIGTERM)
 
 
 def end_with_all(parent: int, *, look: float = 1.0, grace: float = 20.0) -> None:

@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+from rftmega.runtime.parallel import orphans
 from rftmega.runtime.parallel.orphans import PARENT
 
 CHILD = """
@@ -25,6 +26,16 @@ child.stdout.readline()
 print(child.pid, flush=True)
 time.sleep(60)
 """
+
+
+def test_a_process_that_no_trainer_started_as_a_server_stays(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In a container, the parent's id may be 0."""
+    monkeypatch.delenv(PARENT, raising=False)
+    monkeypatch.setattr(os, "getppid", lambda: 0)
+    monkeypatch.setattr(orphans, "end_with_parent", lambda *given: pytest.fail(str(given)))
+    orphans.server_ends_with_parent()
 
 
 def lives(pid: int) -> bool:
