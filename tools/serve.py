@@ -121,7 +121,8 @@ class Servers:
         self._arguments = arguments_of_run(config, unquantised=unquantised(config))
         tensor = config.rollout.tensor
         self._environments = [
-            environment_of(key) | devices_of(number * tensor, config.rollout)
+            environment_of(key, speculates=config.rollout.speculative.draft_tokens > 0)
+            | devices_of(number * tensor, config.rollout)
             for number in range(chosen.servers)
         ]
         self._chosen = chosen

@@ -44,6 +44,7 @@ class EngineTraits:
     vllm_kernels: computes with vLLM's kernels, and has their limits. transformers_class: runs
     transformers' class of the model. serves_adapters: takes LoRA adapters without merging.
     returns_routes: returns the experts of each token. quantizes: computes with FP8 or int8 weights.
+    speculates: verifies drafted tokens (rollout.speculative).
     broadcasts: receives weights over the network by joining a process group with the trainer,
     instead of by messages.
     """
@@ -59,6 +60,7 @@ class EngineTraits:
     serves_adapters: bool = False
     returns_routes: bool = False
     quantizes: bool = False
+    speculates: bool = False
     broadcasts: bool = False
 
 
@@ -84,6 +86,7 @@ ENGINES = {
         serves_adapters=True,
         returns_routes=True,
         quantizes=True,
+        speculates=True,
     ),
     "sglang": EngineTraits(colocated=False, served=True, started_here=False, broadcasts=True),
     "transformers": EngineTraits(

@@ -55,6 +55,7 @@ READ: dict[str, Callable[[str], str]] = {
     "critic.path": _itself,
     "rollout.order": _itself,
     "rollout.server_list": _itself,
+    "rollout.speculative.path": _itself,
     "rollout.tls_ca": _itself,
     "data.train": _of_data,
     "data.sources": _of_data,

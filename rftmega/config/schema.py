@@ -29,6 +29,7 @@ from rftmega.config.options.parallel import ParallelConfig
 from rftmega.config.options.parts import RewardPart
 from rftmega.config.options.scoring_models import ScoringModel
 from rftmega.config.options.secrecy import SecretText
+from rftmega.config.options.speculative import DraftModel, LookupDrafts, NoDrafts
 from rftmega.config.options.text_games import OpenEnv, TextArena
 from rftmega.config.user_code.functions import name_of
 
@@ -249,6 +250,13 @@ class RolloutConfig:
 
     max_batch: Count = 256
     """Maximum number of completions that one engine generates concurrently."""
+
+    speculative: Annotated[NoDrafts | LookupDrafts | DraftModel, Discriminator("type")] = field(
+        default_factory=NoDrafts
+    )
+    """Speculative decoding: an engine step verifies several drafted tokens of a completion at once
+    (rollout.engine=vllm). Completions are those without it (docs/speculative.md).
+    """
 
     ahead: AtMostOne = 0
     """One-step off-policy training (strategy=separate): number of batches, 0 or 1, that are

@@ -15,6 +15,7 @@ from rftmega.backends.decoder.meta_decoder import describe as described
 from rftmega.backends.decoder.tensor_plan import styles_of
 from rftmega.config import SERVED_VOCABULARY, LoRA, ParallelConfig, RunConfig
 from rftmega.config.capabilities import backend_of, engine_of
+from rftmega.config.options.speculative import DraftModel
 from rftmega.config.options.teachers import Teacher, names_of
 from rftmega.config.teacher_config import config_of
 from rftmega.config.validation import violations
@@ -39,6 +40,7 @@ from rftmega.models.hf.peft_folder import CONFIG as PEFT_CONFIG
 from rftmega.models.hf.peft_folder import PEFTFolder
 from rftmega.models.hf.quantised_folder import is_quantised
 from rftmega.models.known_fields import ignore
+from rftmega.rollout.engines.vllm_models import forbids_drafts
 from rftmega.rollout.servers.vllm import auth
 from rftmega.run import run_end
 from rftmega.run.planning.memory import rows_of
@@ -79,7 +81,7 @@ def preflight(
         if config.algorithm.task == "rl":
             found += _teachers(config, model, on if here else None)
             found += _engine(config, model, on) + _router_replay(config, model, on)
-            found += _fp8_engine(config, model, on)
+            found += _fp8_engine(config, model, on) + _drafts(config, model)
         longest = config.rollout.max_row_tokens
         if longest > model.max_positions:
             found.append(
@@ -423,6 +425,25 @@ def _teachers(config: RunConfig, policy: ModelDescription, on: device.Device | N
             )
         found += [f"algorithm.teachers: {option}={path}: {reason}" for reason in reasons]
     return found
+
+
+def _drafts(config: RunConfig, policy: ModelDescription) -> list[str]:
+    """Returns the reasons why the policy can't decode speculatively as the config says."""
+    drafts = config.rollout.speculative
+    if drafts.draft_tokens and (reason := forbids_drafts(config.model.path, drafts.type)):
+        return [reason]
+    if not isinstance(drafts, DraftModel):
+        return []
+    option = f"rollout.speculative.path={drafts.path}"
+    said = read_json_object(Path(drafts.path) / "config.json")
+    vocabulary = (said.get("text_config") or said).get("vocab_size")
+    if vocabulary != policy.vocabulary:
+        return [
+            f"{option} has a vocabulary of {vocabulary}, the policy one of {policy.vocabulary}."
+        ]
+    if other := different_tokens(config.model.path, drafts.path):
+        return [f"{option}: {other}. Take a draft model with the policy's tokenizer."]
+    return []
 
 
 def _too_many_tokens(teacher: Teacher, vocabulary: int) -> str:

@@ -24,6 +24,7 @@ from rftmega.config.validation.ranges import choices_and_ranges
 from rftmega.config.validation.reward import reward_parts
 from rftmega.config.validation.router_replay import router_replay
 from rftmega.config.validation.server_group import server_group
+from rftmega.config.validation.speculative import speculative
 from rftmega.config.validation.teachers import teachers
 from rftmega.config.validation.trained_order import trained_order
 from rftmega.config.validation.trainer import evaluation, exports, held_out_prompts, step_rows
@@ -64,6 +65,7 @@ def violations(config: RunConfig, world_size: int, *, data: bool = True) -> list
                 + server_group(config)
                 + router_replay(config)
                 + quantization(config)
+                + speculative(config)
             )
         elif not unknown:
             numbers += unread_without_rollouts(config)

@@ -1,5 +1,6 @@
 """Checks of options that are paths: an empty path would mean the working directory or the root."""
 
+from rftmega.config.options.speculative import DraftModel
 from rftmega.config.schema import RunConfig
 from rftmega.config.tree import value_of
 
@@ -30,6 +31,9 @@ def given_paths(config: RunConfig) -> list[tuple[str, str, bool]]:
     that is a path.
     """
     given = [(name, value_of(config, name), may_be_empty) for name, may_be_empty in PATHS.items()]
+    drafts = config.rollout.speculative
+    if isinstance(drafts, DraftModel):
+        given.append(("rollout.speculative.path", drafts.path, True))
     given += [("data.sources: a source", source, False) for source in config.data.sources]
     given += [(f"data.evals.{name}", source, False) for name, source in config.data.evals.items()]
     given += [

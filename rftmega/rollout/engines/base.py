@@ -41,6 +41,7 @@ class Engine(ABC):
 
     slots = sys.maxsize  # completions that it generates concurrently
     row_tokens = sys.maxsize  # prompt and completion together
+    draft_tokens = 0  # most tokens of a draft in speculative decoding
     # access to its parameters during a load, if a push may fill them (`weights.destinations`)
     destinations: Any = None
 
@@ -183,6 +184,12 @@ class Engine(ABC):
             with span("wake"):
                 self._wake(missing)
             self._held |= set(missing)
+
+    def draft_counts(self) -> list[int]:
+        """Returns the drafts and accepted tokens of this process's engine since the last call, by
+        position (`draft_counts.DraftCounts.take`): 2 `draft_tokens` numbers.
+        """
+        return [0] * (2 * self.draft_tokens)
 
     def close(self) -> None:  # noqa: B027  most engines need no cleanup
         """Shuts the engine down; call it before the process groups are destroyed."""

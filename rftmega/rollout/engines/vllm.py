@@ -20,6 +20,7 @@ from torch import Tensor
 
 import rftmega
 from rftmega.config import RolloutConfig
+from rftmega.config.options.speculative import DraftModel
 from rftmega.core import expert_routes
 from rftmega.core.errors import EngineError, EngineFault
 from rftmega.core.expert_routes import RoutedModel
@@ -52,6 +53,7 @@ from vllm.sampling_params import RequestOutputKind  # noqa: E402
 from vllm.v1.engine import FinishReason  # noqa: E402
 
 from rftmega.rollout.engines.compiled_classes import ChangedClasses  # noqa: E402
+from rftmega.rollout.engines.draft_model import reload_draft_model  # noqa: E402
 from rftmega.rollout.engines.expert_routing import CapturedRoutes  # noqa: E402
 from rftmega.rollout.engines.image_prompts import (  # noqa: E402
     check_expanded,
@@ -60,12 +62,14 @@ from rftmega.rollout.engines.image_prompts import (  # noqa: E402
     prompt_of,
     samples_of_vllm,
 )
+from rftmega.rollout.engines.speculative_verification import install  # noqa: E402
 from rftmega.rollout.engines.vllm_models import (  # noqa: E402
     limits_of,
     model_arguments,
     prefill_arguments,
     reads_text,
     sees,
+    speculation_arguments,
     stop_strings,
 )
 from rftmega.rollout.engines.waveforms import WaveformPrompts  # noqa: E402
@@ -193,6 +197,7 @@ class VLLMEngine(Engine):
         self.stop_ids, self.config = list(stop_ids), config
         self.longest, self.slots = config.max_response_tokens, config.max_batch
         self.row_tokens = config.max_row_tokens
+        self.draft_tokens = config.speculative.draft_tokens
         on_cuda = device.current().type == "cuda"
         precision: Any = (
             dtype if dtype != "auto" else str(device.current().train_dtype).removeprefix("torch.")
@@ -220,6 +225,9 @@ class VLLMEngine(Engine):
         self._routed = routed
         if routed and on_cuda:
             serves["enable_return_routed_experts"] = True
+        speculation = speculation_arguments(folder, config)
+        if speculation:
+            install()
         self._quantised = config.quantization == "fp8"
         written_as = described(unquantised) if self._quantised else None
         threads = torch.get_num_threads()
@@ -246,6 +254,7 @@ class VLLMEngine(Engine):
                     **memory,
                     **media,
                     **serves,
+                    **speculation,
                     **prefill_arguments(folder, config, on_cuda=on_cuda),
                     **model_arguments(folder, on_cuda=on_cuda, written_as=written_as),
                 )
@@ -373,6 +382,12 @@ class VLLMEngine(Engine):
         core = self._llm.llm_engine.engine_core.engine_core
         return core.model_executor.driver_worker.worker.model_runner
 
+    def draft_counts(self) -> list[int]:
+        if not self.draft_tokens:
+            return []
+        counts: list[int] = self._runner.rejection_sampler.counts.take(self.draft_tokens)
+        return counts
+
     def _routes(self, completion: Any, asked: RunningRequest) -> Tensor | None:
         """Returns the expert routes of all tokens that the model processed for vLLM's `completion`
         of the request `asked`; None if routes are not recorded or the completion is empty.
@@ -464,6 +479,8 @@ class VLLMEngine(Engine):
     def _wake(self, parts: Sequence[str]) -> None:
         with device.current().remapping():
             self._llm.wake_up(tags=list(parts))
+        if "weights" in parts and isinstance(self.config.speculative, DraftModel):
+            self._llm.collective_rpc(reload_draft_model)
 
     def close(self) -> None:
         """Shuts down vLLM and its process groups, also if building vLLM failed."""

@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from rftmega.config import RolloutConfig
+from rftmega.config.options.speculative import DraftModel, LookupDrafts
+from rftmega.core.errors import EngineError
 from rftmega.core.json_files import read_json_object
 
 CPU_STEP_TOKENS = 4096  # per engine step
@@ -13,6 +15,7 @@ SHORT_PROMPT = 256  # tokens
 CPU_BLOCK = 32  # tokens of a block of the KV cache where prompts are short
 READ_TEXT = ("inkling_text",)  # vLLM builds them with their tokenizer
 OWN_BLOCKS = ("deepseek_v4",)
+LOOKUP = "rftmega.rollout.engines.draft_lookup.LookupProposer"
 # transformers' names of layers with a recurrent or convolutional state
 RECURRENT = {"linear_attention", "conv", "hybrid", "recurrent", "mamba"}
 
@@ -144,6 +147,44 @@ def has_recurrent_layers(folder: str | Path) -> bool:
         return False
     kinds = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None)
     return not RECURRENT.isdisjoint(kinds or ())
+
+
+def forbids_drafts(folder: str | Path, chosen: str) -> str:
+    """Returns why the model in `folder` can't decode speculatively: rejected tokens have changed
+    the state of recurrent layers; "" if it can. `chosen`: rollout.speculative.type.
+    """
+    if not has_recurrent_layers(folder):
+        return ""
+    return (
+        f"rollout.speculative.type={chosen}: layers of {folder} have a recurrent state, from which rejected tokens can't be "
+        "removed. Set it to none."
+    )
+
+
+def speculation_arguments(folder: str | Path, config: RolloutConfig) -> dict[str, Any]:
+    """Returns the keyword arguments of `vllm.LLM` for rollout.speculative; {} without it. Raises
+    EngineError if the model in `folder` does not allow it.
+    """
+    drafts = config.speculative
+    if not isinstance(drafts, LookupDrafts | DraftModel):
+        return {}
+    if reason := forbids_drafts(folder, drafts.type):
+        raise EngineError(reason)
+    if isinstance(drafts, DraftModel):
+        chosen = {
+            "method": "draft_model",
+            "model": drafts.path,
+            # the policy's weights are random until the first push
+            "draft_load_config": {"load_format": "auto"},
+        }
+        options: dict[str, Any] = {}
+    else:
+        chosen = {"method": "custom_class", "model": LOOKUP}
+        options = {"least": drafts.least_acceptance, "most_rows": drafts.most_rows}
+    return {
+        "speculative_config": chosen | {"num_speculative_tokens": drafts.draft_tokens},
+        "additional_config": {"rftmega_drafts": options},
+    }
 
 
 def limits_of(config: RolloutConfig) -> dict[str, int]:

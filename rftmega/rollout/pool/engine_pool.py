@@ -92,7 +92,9 @@ class EnginePool:
         reports the rounding loss.
         """
         sync = self.engine.weight_sync(shards, bucket_bytes=bucket_bytes)
-        self.weights = ColocatedWeights(sync, self.phases, shards if rounds else None)
+        self.weights = ColocatedWeights(
+            sync, self.phases, shards if rounds else None, engine=self.engine
+        )
         return self.weights
 
     def adapter_sync(
@@ -103,7 +105,7 @@ class EnginePool:
         tensors; `bucket_bytes`: most bytes that are sent at a time.
         """
         sync = self.engine.adapter_sync(frozen, adapters, bucket_bytes=bucket_bytes)
-        self.weights = ColocatedWeights(sync, self.phases)
+        self.weights = ColocatedWeights(sync, self.phases, engine=self.engine)
         return self.weights
 
     def close(self) -> None:

@@ -186,6 +186,20 @@ class ServerClient:
         """
         return self._told_of(auth.IDENTITY, "identity", str)
 
+    def draft_counts(self, positions: int) -> list[int]:
+        """Returns the server's drafts and accepted tokens since the last request, by position
+        (`DraftCounts.take`). Raises EngineFault if the reply has other content, as that of a
+        server without speculative decoding.
+        """
+        counts = self.told(auth.DRAFTS, {"positions": positions}).get("counts")
+        if (
+            not isinstance(counts, list)
+            or len(counts) != 2 * positions
+            or not all(map(_is_count, counts))
+        ):
+            raise self.fault(f"answered {auth.DRAFTS} without {2 * positions} counts")
+        return counts
+
     def workers(self) -> int:
         """Returns the number of the server's vLLM workers (model processes). Raises EngineFault if
         the reply lacks the number.
@@ -393,3 +407,7 @@ class ServerClient:
 
     def _refused(self, why: str) -> EngineError:
         return EngineError(f"The {self.kind} server at {self.address} refused a prompt: {why}")
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value >= 0

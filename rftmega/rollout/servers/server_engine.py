@@ -116,7 +116,8 @@ class ServerEngine(Engine):
         self._arguments = arguments_of(
             folder, config, dtype=dtype, adapter_rank=adapter_rank, unquantised=unquantised
         )
-        self._environment = environment_of(key)
+        self.draft_tokens = config.speculative.draft_tokens
+        self._environment = environment_of(key, speculates=self.draft_tokens > 0)
         self._first_device = world.local_size
         self._processor = ImageProcessor(folder) if sees(folder) else None
         self.server_group = ServerGroup(
@@ -426,6 +427,14 @@ class ServerEngine(Engine):
         and tokens that each has completed.
         """
         return self.server_group.measures()
+
+    def draft_counts(self) -> list[int]:
+        found = [0] * (2 * self.draft_tokens)
+        for member in self.server_group.reachable:
+            with suppress(EngineFault):  # its counts are lost
+                told = member.server.draft_counts(self.draft_tokens)
+                found = [sum(pair) for pair in zip(found, told, strict=True)]
+        return found
 
     def _serve(self, requests: Requests, sampling: Sampling) -> None:
         """Distributes requests over the servers: each server starts with requests of about the same

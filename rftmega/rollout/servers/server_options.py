@@ -7,7 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from rftmega.config import RolloutConfig, RunConfig, served_rank
-from rftmega.rollout.engines.vllm_models import limits_of, model_arguments, prefill_arguments, sees
+from rftmega.rollout.engines.plugin import VERIFIER
+from rftmega.rollout.engines.vllm_models import (
+    limits_of,
+    model_arguments,
+    prefill_arguments,
+    sees,
+    speculation_arguments,
+)
 from rftmega.rollout.servers.vllm import auth
 from rftmega.runtime import device
 from rftmega.weights.receivers.fp8 import described
@@ -18,6 +25,7 @@ RANKS_OWN = {  # variables that make a process a rank of the trainer
 }
 
 ADAPTER_WORKER = "rftmega.weights.receivers.adapter.AdapterWorker"
+DRAFTING_WORKER = "rftmega.rollout.servers.vllm.drafting_worker.DraftingWorker"
 
 
 def arguments_of(
@@ -70,6 +78,9 @@ def arguments_of(
         flags.append("--skip-tokenizer-init")  # image processors and stop strings need it
     written_as = described(unquantised) if config.quantization == "fp8" else None
     given = prefill_arguments(folder, config, on_cuda=on_cuda)
+    if speculation := speculation_arguments(folder, config):
+        given |= speculation
+        arguments["worker-extension-cls"] = DRAFTING_WORKER
     given |= model_arguments(folder, on_cuda=on_cuda, written_as=written_as)
     for name, value in given.items():
         option = name.replace("_", "-")
@@ -94,9 +105,10 @@ def arguments_of_run(config: RunConfig, *, unquantised: Sequence[str] = ()) -> l
     )
 
 
-def environment_of(key: str) -> dict[str, str]:
+def environment_of(key: str, *, speculates: bool = False) -> dict[str, str]:
     """Returns the environment variables for a server process: this process's, with the
-    authentication key `key` that the server will require.
+    authentication key `key` that the server will require. `speculates`: whether it decodes
+    speculatively.
     """
     found = {name: value for name, value in os.environ.items() if name not in RANKS_OWN}
     found |= {
@@ -106,6 +118,8 @@ def environment_of(key: str) -> dict[str, str]:
         "TORCHDYNAMO_DISABLE": "0",
         auth.KEY: key,
     }
+    if speculates:
+        found[VERIFIER] = "1"
     if device.current().type == "cpu":
         found |= _on_shared_cores(found)
     return found

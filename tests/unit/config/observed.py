@@ -524,6 +524,8 @@ def engine(config: RunConfig, *, kind: str = "cpu", processes: int = 1) -> Seen:
         "rftmega.weights.receivers.adapter",
         "rftmega.rollout.engines.expert_routing",
         "rftmega.rollout.engines.compiled_classes",
+        "rftmega.rollout.engines.draft_model",
+        "rftmega.rollout.engines.speculative_verification",
     )
     fake = {name: WithAnyName(name) for name in modules}
     idle = SimpleNamespace(add_request=lambda *_: None, has_unfinished_requests=lambda: False)
@@ -534,6 +536,7 @@ def engine(config: RunConfig, *, kind: str = "cpu", processes: int = 1) -> Seen:
     fake["vllm"].SamplingParams = lambda **_: None
     changed = SimpleNamespace(collected=nullcontext, give_to=lambda model: None)
     fake["rftmega.rollout.engines.compiled_classes"].ChangedClasses = lambda: changed
+    fake["rftmega.rollout.engines.speculative_verification"].install = lambda: None
     fake["rftmega.weights.receivers.adapter"].adapters_of = lambda evaluated: {"": None}
     fake["rftmega.weights.receivers.reload"].FreshParameters = lambda *_, **__: None
 

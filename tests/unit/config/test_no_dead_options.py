@@ -123,6 +123,7 @@ ADAM = {
 }
 SEPARATE = (*VLLM, "strategy=separate")
 NETWORK = ("rollout.transport=network",)
+DRAFTING = ("rollout.speculative=draft_model", "rollout.speculative.path={policy}")
 
 
 OPTIONS: dict[str, Live] = {
@@ -156,6 +157,15 @@ OPTIONS: dict[str, Live] = {
     "rollout.memory_fraction": Live("0.25", VLLM, partial(engine, kind="cuda"), dead=("rollout.engine=transformers",)),
     "rollout.cpu_cache_gib": Live("0.5", VLLM, engine, dead=("rollout.engine=scripted",)),
     "rollout.max_batch": Live("4", VLLM, engine, dead=("rollout.engine=transformers",)),
+    "rollout.speculative.type": Live("lookup", VLLM, engine, dead=("rollout.engine=transformers",)),
+    **{
+        f"rollout.speculative.{name} of lookup": Live(value, (*VLLM, "rollout.speculative=lookup"), engine, dead=None)
+        for name, value in {"draft_tokens": "3", "least_acceptance": "0.7", "most_rows": "5"}.items()
+    },
+    **{
+        f"rollout.speculative.{name} of draft_model": Live(value, (*VLLM, *DRAFTING), engine, dead=None)
+        for name, value in {"draft_tokens": "3", "path": "{moe}"}.items()
+    },
     "data.train": Live("{other}"),
     "data.sources": Live("{{{train}: 1, {other}: 3}}", ("data.train=", "data.sources={{{train}: 1, {other}: 1}}")),
     "data.eval": Live("{eval}"),

@@ -8,6 +8,7 @@ from safetensors.torch import load_file
 
 from rftmega.config import DataConfig, ModelConfig, ParallelConfig, RolloutConfig, RunConfig
 from rftmega.config.options.algorithms import GAE, TokenImportance
+from rftmega.config.options.speculative import DraftModel, LookupDrafts
 from rftmega.config.options.teachers import Teacher
 from rftmega.core.errors import ConfigError
 from rftmega.model_providers.installed import Installed
@@ -433,3 +434,27 @@ def test_modules_that_keep_their_precision_are_named(variant: str, tmp_path: Pat
     assert len(routers) >= 2
     kept = engines.modules_kept(str(folder))
     assert sorted(kept) == sorted(["lm_head", "model.embed_tokens", *routers])
+
+
+def test_a_model_with_recurrent_layers_does_not_decode_speculatively(tmp_path: Path) -> None:
+    config = config_of(tmp_path, "qwen3.5", P(), "vllm")
+    config.rollout.speculative = LookupDrafts()
+    with pytest.raises(ConfigError, match="have a recurrent state, from which rejected tokens"):
+        preflight(config, 1)
+
+
+def test_a_draft_model_reads_and_writes_the_policys_tokens(tmp_path: Path) -> None:
+    config = config_of(tmp_path, "qwen3", P(), "vllm")
+    drafts = save_tiny(tmp_path / "drafts", "qwen2", vocab_size=64)
+    config.rollout.speculative = DraftModel(path=str(drafts))
+    with pytest.raises(ConfigError, match=r"drafts has a vocabulary of 64, the policy one of \d+"):
+        preflight(config, 1)
+    same = save_tiny(tmp_path / "same", "qwen2")
+    for folder, words in ((Path(config.model.path), "abc"), (same, "acb")):
+        model = {"type": "BPE", "vocab": {word: at for at, word in enumerate(words)}, "merges": []}
+        (folder / "tokenizer.json").write_text(json.dumps({"version": "1.0", "model": model}))
+    config.rollout.speculative = DraftModel(path=str(same))
+    with pytest.raises(
+        ConfigError, match="'b' is id 1 of the policy, and id 2 of it. Take a draft"
+    ):
+        preflight(config, 1)

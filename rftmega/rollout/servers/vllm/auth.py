@@ -22,6 +22,7 @@ from rftmega.runtime.parallel.orphans import PARENT, end_with_all
 SAMPLES = "/samples"  # handled here: checksums of vLLM's patches of sample images
 ADAPTER = "/adapter"  # handled here: POST, with a payload (`weights.transports.adapter_message`)
 IDENTITY = "/identity"  # handled here: an id that changes with each start and owner
+DRAFTS = "/drafts"  # handled here: counts of speculative decoding since the last request
 KEY = (
     "RFTMEGA_SERVER_KEY"  # in the environment; command lines are visible to every user of the host
 )
@@ -114,6 +115,8 @@ class Authentication:
             await _tell_samples(scope, send)
         elif scope["type"] == "http" and scope["path"] == IDENTITY:
             await _tell({"identity": f"{self.start}-{self.ownership.changes}"}, send)
+        elif scope["type"] == "http" and scope["path"] == DRAFTS:
+            await _tell_drafts(scope, send)
         elif scope["type"] == "http" and (scope["method"], scope["path"]) == ("POST", OWNER):
             await self._own(receive, send)
         elif scope["type"] == "http" and (scope["method"], scope["path"]) == ("POST", ADAPTER):
@@ -194,6 +197,20 @@ async def _take_adapter(scope: Message, receive: Receive, send: Send) -> None:
         await _tell({"error": str(error)}, send, status=500)
     else:
         await _tell({"status": "taken"}, send)
+
+
+async def _tell_drafts(scope: Message, send: Send) -> None:
+    """Replies with the counts of `DraftingWorker.draft_counts` for the number of positions in the
+    query.
+    """
+    engine = scope["app"].state.engine_client
+    try:
+        positions = int(dict(parse_qsl(scope["query_string"].decode()))["positions"])
+        counts, *_ = await engine.collective_rpc("draft_counts", args=(positions,))
+    except Exception as error:
+        await _tell({"error": repr(error)}, send, status=ownership.BAD)
+    else:
+        await _tell({"counts": counts}, send)
 
 
 async def _tell(found: Any, send: Send, *, status: int = 200) -> None:

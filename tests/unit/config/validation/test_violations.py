@@ -644,6 +644,7 @@ def test_an_address_that_is_complained_about_is_not_shown(kind: str, config_file
 
 
 TEXTS = (  # options that are texts and neither paths nor choices
+    "rollout.speculative.path",  # of one type alone
     *(
         f"environment.{name}"
         for name in ("name", "environment", "function", "python", "renderer", "tool_parser")

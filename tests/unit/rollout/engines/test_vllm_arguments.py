@@ -2,6 +2,7 @@
 it must not change.
 """
 
+import importlib
 import inspect
 import json
 from dataclasses import fields
@@ -13,11 +14,14 @@ import pytest
 import torch
 
 from rftmega.config import RolloutConfig
+from rftmega.config.options.speculative import DraftModel, LookupDrafts
+from rftmega.core.errors import EngineError
 from rftmega.rollout.engines.vllm_models import (
     has_recurrent_layers,
     model_arguments,
     prefill_arguments,
     reads_text,
+    speculation_arguments,
 )
 from rftmega.runtime.parallel.process_group import World
 from tests.family_configs import tiny_config
@@ -237,6 +241,35 @@ def test_blocks_of_the_cache_are_small_on_a_cpu_where_prompts_are_short(
     config = RolloutConfig(max_prompt_tokens=longest)
     given = prefill_arguments(tmp_path, config, on_cuda=False)
     assert given.get("block_size") == (32 if small else None)
+
+
+def test_drafts_are_what_vllm_is_told_with_the_options_of_the_run(tmp_path: Path) -> None:
+    from vllm.config import LoadConfig, SpeculativeConfig
+
+    tiny_config("qwen3").save_pretrained(tmp_path)
+    known = {field.name for field in fields(SpeculativeConfig)}
+    assert speculation_arguments(tmp_path, RolloutConfig()) == {}
+    lookup = LookupDrafts(draft_tokens=3, least_acceptance=0.6, most_rows=5)
+    given = speculation_arguments(tmp_path, RolloutConfig(speculative=lookup))
+    assert given["speculative_config"].keys() <= known
+    assert given["speculative_config"]["num_speculative_tokens"] == 3
+    assert given["additional_config"] == {"rftmega_drafts": {"least": 0.6, "most_rows": 5}}
+    module, _, name = given["speculative_config"]["model"].rpartition(".")
+    assert hasattr(importlib.import_module(module), name)
+    model = DraftModel(path="small", draft_tokens=2)
+    chosen = speculation_arguments(tmp_path, RolloutConfig(speculative=model))["speculative_config"]
+    assert (chosen["method"], chosen["model"]) == ("draft_model", "small")
+    assert chosen["draft_load_config"].keys() <= {field.name for field in fields(LoadConfig)}
+    assert chosen.keys() <= known
+
+
+@pytest.mark.parametrize(
+    "drafts", [LookupDrafts(), DraftModel(path="small")], ids=lambda drafts: drafts.type
+)
+def test_a_model_with_recurrent_layers_has_no_drafts(drafts: Any, tmp_path: Path) -> None:
+    tiny_config("qwen3_5_text").save_pretrained(tmp_path)
+    with pytest.raises(EngineError, match=f"type={drafts.type}: layers of .* have a recurrent"):
+        speculation_arguments(tmp_path, RolloutConfig(speculative=drafts))
 
 
 def test_a_model_that_transformers_does_not_know_keeps_its_prefix_cache(tmp_path: Path) -> None:
