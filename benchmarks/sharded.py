@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks.models import save_model
 from benchmarks.timing import compare
-from rftmega.backends.fsdp.feed import feed
+from rftmega.backends.fsdp.decoder_inputs import feed
 from rftmega.backends.fsdp.manager import FSDPModelManager
 from rftmega.config import OptimizerConfig, ParallelConfig
 from tests.layouts import build_policy

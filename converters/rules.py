@@ -76,8 +76,8 @@ class Rule:
 
     @property
     def per_expert(self) -> bool:
-        """Returns whether each routed expert has such a tensor; these tensors are sharded over
-        expert-tensor-parallel processes.
+        """Returns whether the rule is about tensors of routed experts, of which each expert has its
+        own. These tensors are sharded over expert-tensor-parallel processes.
         """
         return "{expert}" in self.hf[0].name
 

@@ -30,7 +30,11 @@ from rftmega.model_providers.description import (
     LatentAttention,
     ModelDescription,
 )
-from rftmega.model_providers.installed import fused_kernels, installed, uses_transformer_engine
+from rftmega.model_providers.optional_cuda_packages import (
+    fused_kernels,
+    installed,
+    uses_transformer_engine,
+)
 from rftmega.model_providers.rope import Rope
 from rftmega.model_providers.tower import AudioTower
 from rftmega.model_providers.vision import DeepstackLayer, VisionLanguageModel, build_tower

@@ -22,7 +22,7 @@ from megatron.core.transformer.transformer_layer import (
     get_transformer_layer_offset,
 )
 
-from rftmega.model_providers.installed import uses_transformer_engine
+from rftmega.model_providers.optional_cuda_packages import uses_transformer_engine
 from rftmega.models.layers.adapter import with_adapter, with_adapters
 from rftmega.models.layers.attention import PackedAttention
 from rftmega.models.layers.expert_bias import with_expert_bias

@@ -13,7 +13,7 @@ from megatron.core import tensor_parallel
 from megatron.core.models.gpt.gpt_model import GPTModel
 from torch import Tensor, nn
 
-from rftmega.model_providers.learning_mode import allow_recomputation, learn
+from rftmega.model_providers.training_mode import allow_recomputation, learn
 
 
 class TowerModel(GPTModel):

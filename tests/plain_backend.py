@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from rftmega.checkpoints.training import StoredModel
+from rftmega.checkpoints.training_files import StoredModel
 from rftmega.config import RunConfig
 from rftmega.core.shards import LogicalTensor, Shard, ShardBox, ShardPart, whole
 from rftmega.core.types import LossFn, Metrics, Rows, TokenStats

@@ -11,11 +11,12 @@ from tests import stub_te  # noqa: E402
 
 stub_te.install()
 
-import rftmega.model_providers.installed  # noqa: E402
+import rftmega.model_providers.optional_cuda_packages  # noqa: E402
 
-FOUND = rftmega.model_providers.installed.Installed(
-    transformer_engine=rftmega.model_providers.installed.version_of(stub_te.VERSION), triton=True
+FOUND = rftmega.model_providers.optional_cuda_packages.Installed(
+    transformer_engine=rftmega.model_providers.optional_cuda_packages.version_of(stub_te.VERSION),
+    triton=True,
 )
-rftmega.model_providers.installed.installed = lambda: FOUND  # type: ignore[assignment]
+rftmega.model_providers.optional_cuda_packages.installed = lambda: FOUND  # type: ignore[assignment]
 
 import tests.preloaded  # noqa: E402, F401

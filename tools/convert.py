@@ -170,7 +170,7 @@ def run(chosen: argparse.Namespace) -> int:
 
 def of_plain(source: Path, target: Path) -> int:
     """Writes the folder `source` with plain weights to `target`. Returns the exit code 0."""
-    from rftmega.run.conversion.plain import bytes_of_weights, to_plain
+    from rftmega.run.conversion.plain_safetensors import bytes_of_weights, to_plain
     from rftmega.run.conversion.progress_bar import progress_bar
 
     total = bytes_of_weights(source)

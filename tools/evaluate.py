@@ -130,8 +130,8 @@ def _results(chosen: argparse.Namespace, config: Any, candidates: Any, output: P
     from rftmega.run.evaluation.evaluate import EvaluationTask, begin
     from rftmega.run.evaluation.evaluate import evaluate as evaluated
     from rftmega.run.evaluation.inputs import inputs_of
-    from rftmega.run.evaluation.kept import refuse_existing
     from rftmega.run.evaluation.results import page_of
+    from rftmega.run.evaluation.training_data import refuse_existing
 
     if len(candidates) > 1 and (chosen.keep or chosen.keep_scores):
         raise ConfigError(
@@ -155,20 +155,20 @@ def _results(chosen: argparse.Namespace, config: Any, candidates: Any, output: P
 def _keep(chosen: argparse.Namespace, config: Any, task: Any, stored: Path) -> None:
     """Writes the files of --keep and --keep-scores from the completions in `stored`."""
     from rftmega.monitoring.observers.assemble import answering_of
-    from rftmega.run.evaluation import kept
+    from rftmega.run.evaluation import training_data
 
-    found = kept.completions_in(stored)
+    found = training_data.completions_in(stored)
     if chosen.keep:
-        records = kept.kept(
+        records = training_data.kept(
             task.prompts,
             found,
             judge=answering_of(config).accuracy,
             response_key=config.data.response_key,
         )
-        count = kept.write(chosen.keep, records)
+        count = training_data.write(chosen.keep, records)
         sys.stderr.write(f"{chosen.keep}: {count} right completions\n")
     if chosen.keep_scores:
-        count = kept.write(chosen.keep_scores, kept.scored(task.prompts, found))
+        count = training_data.write(chosen.keep_scores, training_data.scored(task.prompts, found))
         sys.stderr.write(f"{chosen.keep_scores}: {count} prompts with mean_score\n")
 
 

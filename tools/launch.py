@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING
 from rftmega.config.secrets import holds_secrets
 from rftmega.core.errors import ConfigError, exit_code_of
 from rftmega.run.option_parser import OptionParser
-from rftmega.tools import server_step
+from rftmega.tools import slurm_server_step
 
 if TYPE_CHECKING:
     from rftmega.config import RunConfig
@@ -102,7 +102,7 @@ def arguments(command: str) -> argparse.ArgumentParser:
     add("--nodes", type=int, required=True, metavar="N")
     add("--gpus-per-node", type=int, default=0, metavar="G", help="0: the run is on CPUs (0)")
     add("--processes-per-node", type=int, metavar="P", help="ranks a node (as many as GPUs)")
-    server_step.add_arguments(parser)
+    slurm_server_step.add_arguments(parser)
     add(
         "--cpus-per-process",
         type=int,
@@ -180,7 +180,7 @@ def slurm(chosen: argparse.Namespace, given: list[str]) -> int:
     keep_private()  # the file contains this shell's environment
     if chosen.processes_per_node is None:
         chosen.processes_per_node = chosen.gpus_per_node
-    servers = server_step.overrides(chosen, "of the job", "of its first node")
+    servers = slurm_server_step.overrides(chosen, "of the job", "of its first node")
     config = fetched(configuration.load(chosen.config, [*chosen.overrides, *servers]))
     if found := problems(chosen, config):
         raise ConfigError.listing("This can't be started", found)
@@ -257,7 +257,7 @@ def problems(chosen: argparse.Namespace, config: "RunConfig") -> list[str]:
         found.append(
             f"{ranks} ranks{beside} a node are more than --gpus-per-node {gpus}; each needs its own."
         )
-    found += server_step.problems(chosen, config)
+    found += slurm_server_step.problems(chosen, config)
     if config.algorithm.task == "rl" and not separate and ranks >= 1:
         tensor = config.rollout.tensor
         over = nodes_of_engine(tensor, ranks)
@@ -332,7 +332,9 @@ def script(
     written, left_out = captured(environment, HOST if not chosen.container else ())
     python = chosen.python or ("python" if chosen.container else sys.executable)
     train = shlex.join([python, "-u", *TRAIN, chosen.config, *chosen.overrides])
-    found_by = server_step.overrides(chosen, server_step.SERVER_LIST, server_step.LISTEN)
+    found_by = slurm_server_step.overrides(
+        chosen, slurm_server_step.SERVER_LIST, slurm_server_step.LISTEN
+    )
     shared, of_trainer = srun(chosen, folder)
     values = {
         "COMMAND": shlex.join(command).replace("\n", "\n# "),
@@ -349,7 +351,7 @@ def script(
         "WAIT": WAIT,
         "SRUN": " \\\n    ".join([*of_trainer, *shared]),
         "TRAIN": " ".join([train, *found_by]),
-        **server_step.values(chosen, folder, python, shared),
+        **slurm_server_step.values(chosen, folder, python, shared),
         "SAVED": saved,
         "LOGS": folder,
         "LATEST": shlex.quote(str(latest)),
@@ -401,7 +403,7 @@ def srun(chosen: argparse.Namespace, folder: Path) -> tuple[list[str], list[str]
     of_trainer = [f"--wait={WAIT}", f"--output={folder}/%j-rank-%t.log"]
     return (
         [shlex.quote(option) for option in shared],
-        [shlex.quote(option) for option in [*of_trainer, *server_step.placed(chosen)]],
+        [shlex.quote(option) for option in [*of_trainer, *slurm_server_step.placed(chosen)]],
     )
 
 

@@ -29,11 +29,12 @@ def show_splits(
     mean_length: float,
     as_json: bool,
 ) -> int:
-    """Prints the splits of the devices that fit, and which is the quickest; as JSON if `as_json`.
-    Returns the exit code 0.
+    """Prints each split of the devices between trainer and servers that fits into memory, with the
+    times of its steps, and recommends the quickest split. Returns the exit code 0.
 
     `models`: the run's models by name; `mean_length`: mean completion length as a share of the
-    maximum. Raises ConfigError if no split is possible.
+    maximum; `as_json`: whether to print JSON instead of a table. Raises ConfigError if no split
+    fits.
     """
     from rftmega.run.planning.splits import best_of, bounds_of, bytes_under_way, chosen_schedule
     from rftmega.run.planning.splits import splits_of as found_splits

@@ -21,7 +21,7 @@ import rftmega.runtime.device.before_megatron  # noqa: F401
 # isort: split
 from benchmarks.gpu.parts import PARTS, missing
 from benchmarks.gpu.sheet import Sheet
-from rftmega.model_providers.installed import installed
+from rftmega.model_providers.optional_cuda_packages import installed
 from rftmega.runtime import device
 from rftmega.runtime.parallel import process_group
 

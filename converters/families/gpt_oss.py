@@ -65,8 +65,8 @@ def table(config: Config) -> list[Rule]:
 
 
 def expert_biases(hidden: int, ffn: int) -> list[Rule]:
-    """Returns the conversion rules of the biases of routed experts, with two possible Megatron
-    names for each, as `routed_experts`.
+    """Returns the conversion rules of the biases of routed experts. Like a weight in
+    `routed_experts`, each bias has two possible Megatron names.
     """
     fc1, fc2 = (
         (

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from rftmega.checkpoints.reader import MANIFEST
-from rftmega.checkpoints.training import note_of
+from rftmega.checkpoints.training_files import note_of
 from rftmega.core.errors import CheckpointError
 
 log = logging.getLogger(__name__)

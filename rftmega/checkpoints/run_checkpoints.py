@@ -18,8 +18,8 @@ from rftmega.checkpoints.code_versions import code_versions
 from rftmega.checkpoints.inputs import changed_inputs
 from rftmega.checkpoints.reader import read_manifest
 from rftmega.checkpoints.snapshot import HostCopies
-from rftmega.checkpoints.states import put_together, taken_apart
-from rftmega.checkpoints.training import StoredModel, TrainingReader, write_rank, write_whole
+from rftmega.checkpoints.state_split import put_together, taken_apart
+from rftmega.checkpoints.training_files import StoredModel, TrainingReader, write_rank, write_whole
 from rftmega.config import RunConfig, changes, without_secrets
 from rftmega.core.errors import CheckpointError
 from rftmega.core.shards import ShardBox

@@ -16,7 +16,6 @@ from omegaconf import OmegaConf
 from omegaconf.errors import InterpolationValidationError, OmegaConfBaseException
 
 from rftmega.config.files import Given, layers_of, read_yaml
-from rftmega.config.names import unknown
 from rftmega.config.paths import is_recipe_path, misplaced
 from rftmega.config.plugins import plugin_parts
 from rftmega.config.renamed import RENAMED_TYPES, renamed
@@ -35,6 +34,7 @@ from rftmega.config.tree import (
     sections,
     unions,
 )
+from rftmega.config.unknown_options import unknown
 from rftmega.config.user_code.functions import name_of
 from rftmega.core.errors import ConfigError
 
@@ -345,8 +345,9 @@ def _names_a_reward(config: Any, given: Mapping[str, Any]) -> bool:
 
 
 def _let_libraries_score(config: Any, given: Mapping[str, Any]) -> None:
-    """Lets the libraries of tasks (data.train=reasoning_gym://...) score the answers to their tasks;
-    records of files are compared with their labels. `given`: the options that the user set.
+    """Sets the reward of a run with tasks of libraries (data.train=reasoning_gym://...): the
+    library scores the responses to its tasks, and exact_match scores those to records of files.
+    Games are scored by their environment. `given`: the options that the user set.
     """
     data = config.data
     sources = [data.train, *data.sources, data.eval, *data.evals.values()]

@@ -682,8 +682,9 @@ class RewardConfig:
         return {name: getattr(self, name) for name in self.built_in()} | dict(functions) | own
 
     def weight_in(self, kind: str, component: str) -> float:
-        """Returns the weight of a component in the reward of prompts of the task type `kind`; of a
-        name that no option defines, it is that of a reward of the environment.
+        """Returns the weight of a component in the reward of prompts of the task type `kind`. A
+        name that no option defines is that of an environment's own reward, whose weight is in
+        reward.environment (1 by default).
         """
         own = self.recipe.get(kind, {}) if self.recipe else self.weights()
         scores = {each.component: each.weight for each in self.scoring_models().values()}

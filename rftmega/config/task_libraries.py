@@ -21,7 +21,7 @@ WORKER = "rftmega.sandbox.reasoning_gym_worker"
 
 
 class TaskSource(NamedTuple):
-    """TaskSource is a parsed data source: the library's name, and what follows "://"."""
+    """TaskSource is a parsed data source LIBRARY://TASKS: the library's name, and the rest."""
 
     library: str
     tasks: str

@@ -38,8 +38,9 @@ class SharedTokens(NamedTuple):
     places: Tensor  # [rows * columns] packed token of each token of the grid; -1: there is none
 
     def predictions(self, columns: int) -> "Predictions":
-        """Returns what tokens predict in a grid with this many columns: packed tokens that several
-        rows share predict the same, unless the rows go on differently.
+        """Returns the distinct predictions of the next token in a grid with `columns` columns. A
+        token that several rows share makes one prediction for all rows that also share the next
+        token.
         """
         present = (self.places >= 0).nonzero()[:, 0]
         following = torch.cat([self.places[1:], self.places.new_full((1,), -1)])
@@ -56,7 +57,7 @@ class SharedTokens(NamedTuple):
 
 
 class Predictions(NamedTuple):
-    """Predictions are the n different predictions of a grid's m tokens."""
+    """Predictions maps the m tokens of a grid to the n distinct predictions that they make."""
 
     places: Tensor  # [n] packed token that predicts
     slots: Tensor  # [n] index in the flat grid of one token that has the prediction
@@ -149,12 +150,12 @@ def _common(one: Any, other: Any) -> int:
 
 def _divided(lengths: Sequence[int], common: Sequence[int]) -> tuple[list[RowSegment], Tensor]:
     """Divides sorted rows of these `lengths`, which have `common` tokens with the row before, into
-    segments, in packed order; returns also the number of tokens that each row shares with earlier
-    rows, [B].
+    segments. Returns the segments in packed order, and the number of tokens that each row shares
+    with earlier rows, [B].
 
-    A common beginning is a segment of its own if it has SHORTEST tokens more than the one that it
-    continues, and sharing it saves FEWEST tokens. Where a row ends and one continuation goes on, the
-    segment goes on.
+    A common beginning becomes a segment if it is at least SHORTEST tokens longer than the beginning
+    that it continues, and if sharing it saves at least FEWEST tokens. If a row ends and only one
+    continuation is left, this continuation stays in the same segment.
     """
     shared = [0] * len(lengths)
     segments: list[RowSegment] = []

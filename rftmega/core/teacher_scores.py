@@ -1,4 +1,4 @@
-"""TeacherScores: what a teacher says of the tokens that a batch trains on."""
+"""TeacherScores: a teacher's log-probs and hidden states of the tokens that a batch trains on."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
@@ -14,11 +14,11 @@ Vocabulary = Literal["full", "top_k", "sampled"]
 
 
 class TeacherRequest(NamedTuple):
-    """TeacherRequest says which of its numbers a teacher returns for each token.
+    """TeacherRequest says which numbers a teacher returns for each token.
 
-    Always the log-prob of the token itself (sampled). full: also the last hidden state, from which
-    its LM head computes all log-probs; top_k: also the `k` likeliest tokens, their log-probs and
-    that of all others together.
+    Every request includes the log-prob of the token itself; `sampled` requests nothing else. `full`
+    adds the last hidden state, from which the teacher's LM head gives all log-probs. `top_k` adds
+    the `k` likeliest tokens, their log-probs, and the log-prob of all other tokens together.
     """
 
     vocabulary: Vocabulary
@@ -26,12 +26,12 @@ class TeacherRequest(NamedTuple):
 
     @property
     def names(self) -> list[str]:
-        """Returns the names of the columns of the answer."""
+        """Returns the names of the requested columns."""
         return list(self.columns(0, torch.float32))
 
     def columns(self, hidden: int, dtype: torch.dtype) -> dict[str, Spec]:
-        """Returns the columns of the answer: name -> (dtype, shape of a token's element). `hidden`:
-        the teacher's hidden size, `dtype`: of its forward pass.
+        """Returns the requested columns: name -> (dtype, shape of a token's element). `hidden`: the
+        teacher's hidden size; `dtype`: the dtype of the teacher's forward pass.
         """
         found: dict[str, Spec] = {"logp": (torch.float32, ())}
         if self.vocabulary == "full":
@@ -45,8 +45,8 @@ class TeacherRequest(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class TeacherScores:
     """TeacherScores holds a teacher's numbers for a batch of rows; each column has one element per
-    *taught* token, a token of the mask in a row that the teacher teaches. Rows that it does not
-    teach have none.
+    *taught* token, a token of the mask in a row that the teacher teaches. Other rows have no
+    elements.
     """
 
     taught: Tensor  # [B] bool

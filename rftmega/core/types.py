@@ -36,7 +36,7 @@ UNKNOWN = -1  # pads rows of versions
 
 
 class Taught(NamedTuple):
-    """Taught holds what a teacher needs to teach a prompt, from the prompt's record."""
+    """Taught holds the columns of a prompt's record that one teacher reads."""
 
     token_ids: tuple[int, ...] = ()  # the teacher's own prompt; (): the policy's
     gate: float | None = None  # the teacher's mean score on the prompt; None: there is no gate

@@ -50,8 +50,8 @@ class Pair:
 
 @dataclass(frozen=True, slots=True)
 class Preference:
-    """Preference is what a policy learns of a record of preference data: a chosen and a rejected
-    response, or a single response, each with its prompt.
+    """Preference holds one record of preference data for the training of a policy: a chosen and a
+    rejected response, or a single response, each with its prompt.
     """
 
     responses: tuple[Example, ...]
@@ -105,10 +105,10 @@ def load_preferences(
 ) -> Examples[Pair]:
     """Returns one Pair per record of `source`.
 
-    `most`: maximum number of records to read, None: all. `safety`: read which responses are unsafe,
-    which every record must say. `media`: the images, videos and waveforms that prompts may have;
-    None: records that have any are refused. The location of each pair in the file is appended to
-    `places`. Raises DataError as `load_prompts` does.
+    `most`: maximum number of records to read, None: all. `safety`: whether to read which responses
+    are unsafe; every record must then have these labels. `media`: the images, videos and waveforms
+    that prompts may have; None: records that have any are refused. The location of each pair in the
+    file is appended to `places`. Raises DataError as `load_prompts` does.
     """
     read = _reading(source, tokenizer, config, max_prompt_tokens, max_response_tokens, media, most)
     return load_examples(
@@ -155,10 +155,11 @@ def preferences(pairs: Examples[Pair]) -> Examples[Preference]:
 
 
 def with_mismatched(examples: Examples[Preference]) -> Examples[Preference]:
-    """Returns the examples with the responses of the next example that has another prompt (after
-    the last one begins the first), as KTO reads them; of the next example if all prompts are equal.
+    """Returns the examples with mismatched responses, which KTO needs to estimate its baseline.
 
-    An example's mismatched responses depend on the data set alone, not on the batch that it is in.
+    An example's mismatched responses are those of the next example that has a different prompt. The
+    first example follows the last one. If all prompts are equal, the next example is used. So the
+    mismatched responses depend on the data set alone, not on the batches.
     """
     places = _following([example.prompt for example in examples])
     found = [
@@ -169,8 +170,8 @@ def with_mismatched(examples: Examples[Preference]) -> Examples[Preference]:
 
 
 def _following(prompts: Sequence[Any]) -> list[int]:
-    """Returns, for each place, the next one with another prompt, where the first place follows the
-    last one; the next place if all prompts are equal.
+    """Returns, for each index in `prompts`, the next index with a different prompt, or simply the
+    next index if all prompts are equal. Index 0 follows the last index.
     """
     size = len(prompts)
     found = [(place + 1) % size for place in range(size)]
@@ -186,8 +187,8 @@ def _following(prompts: Sequence[Any]) -> list[int]:
 def preference_rows(
     examples: Sequence[Preference], reference: Callable[[Example], float] | None = None
 ) -> Preferences:
-    """Returns the rows of a batch. `reference` returns the log-prob of an example's response under
-    the reference; None: it is not read.
+    """Returns a batch of examples as rows. `reference` returns the log-prob of a response under the
+    reference policy; None for a loss without a reference.
     """
     labels = torch.tensor([label for each in examples for label in each.desirable])
 

@@ -47,14 +47,14 @@ def load_prompts(
     teachers: Sequence[Teacher] = (),
 ) -> list[Prompt]:
     """Returns one Prompt per record of `source`. `columns`: each Prompt also keeps its record's
-    columns as JSON. `shown`: it keeps them at least for people, with texts cut to LONGEST_SHOWN
-    characters.
+    columns as JSON. `shown`: without `columns`, each Prompt keeps a copy of the columns for
+    display, with texts cut to LONGEST_SHOWN characters.
 
     `processor`: of a vision-language model, whose prompts may have `max_images` images and
     `max_videos` videos, or of an audio-language model, whose prompts may have `max_images`
     waveforms. The location of each prompt in the file is appended to `places`. `most`: maximum
-    number of records to read, None: all. `teachers`: read columns of the
-    records.
+    number of records to read, None: all. `teachers`: the options of the teachers, whose prompts and
+    gates are read from columns of the records.
 
     Raises DataError that lists the records that can't be read, lack a key, hold a wrong type or are
     too long.
@@ -127,7 +127,9 @@ def _parse(
 
 
 def _taught(encoder: Encoder, record: Record, teacher: Teacher) -> Taught | None:
-    """Returns what a teacher needs to teach the prompt of a record; None if it does not teach it."""
+    """Returns a teacher's own prompt and gate from a record; None if `teacher.when` excludes the
+    record.
+    """
     given = {key: required(record, key, "algorithm.teachers[].when") for key in teacher.when}
     if any(str(given[key]) != value for key, value in teacher.when.items()):
         return None
@@ -159,8 +161,9 @@ def _columns(prompt: Any, record: Record, config: DataConfig) -> str:
 
 
 def _shown_columns(prompt: Any, record: Record) -> str:
-    """Returns a record's columns as JSON for people: the prompt as it is, other values that are
-    longer than LONGEST_SHOWN characters or not of JSON as text, of which only the beginning is kept.
+    """Returns a record's columns as JSON for display. The prompt is kept whole. Any other value
+    that has more than LONGEST_SHOWN characters, or a type that JSON lacks, becomes text cut to this
+    length.
     """
     columns = {name: _shown(value) for name, value in record.items()}
     return json.dumps({**columns, "prompt": prompt}, default=str)
@@ -179,8 +182,8 @@ def _is_tests(label: Any) -> bool:
 
 
 def _with_function(label: Any, record: Record) -> Any:
-    """Returns a label that is JSON text of tests with the name of the function that they call, if
-    only the record's `metadata` names it (LiveCodeBench); any other label unchanged.
+    """Adds the name of the tested function to a label that is the JSON text of tests. LiveCodeBench
+    gives this name in the record's `metadata` only. Returns any other label unchanged.
     """
     known = _parsed(record.get("metadata"))
     name = known.get("func_name") if isinstance(known, dict) else None

@@ -11,9 +11,9 @@ from rftmega.config import RunConfig, task_source
 from rftmega.config.options.teachers import Teacher
 from rftmega.core.errors import DataError
 from rftmega.core.types import Prompt
+from rftmega.data.image_patches import check_patches
 from rftmega.data.media.audio_processor import AudioProcessor
 from rftmega.data.media_reader import MediaOptions
-from rftmega.data.patches import check_patches
 from rftmega.data.preference import (
     Preference,
     load_labelled,
@@ -72,10 +72,13 @@ def prompts_of(
 
 
 def _without(prompts: list[Prompt], source: str, held_out: Sequence[Prompt]) -> list[Prompt]:
-    """Returns `prompts`, of the task library's `source`, without those that occur in `held_out`, and
-    logs how many. A library's tasks of two seeds may overlap: some add the seed to the task's number.
+    """Removes the tasks that are held out for evaluation from a task library's training tasks.
+    Returns the remaining tasks, and logs the number of removed ones.
 
-    Raises DataError if no prompt is left.
+    `prompts`: the training tasks; `source`: their name in data.train, such as
+    "reasoning_gym://chain_sum"; `held_out`: the evaluation tasks. Training and evaluation tasks can
+    overlap although their seeds differ, since some libraries draw task i with seed + i. Raises
+    DataError if no task remains.
     """
     assert isinstance(prompts, Examples)
     known = {prompt.token_ids for prompt in held_out}

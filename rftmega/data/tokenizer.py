@@ -14,7 +14,7 @@ from rftmega.core.errors import CheckpointError, DataError
 from rftmega.core.json_files import BYTE_ORDER_MARK, read_json_object
 from rftmega.data.chat.template import Chat, ChatTemplate, answered
 from rftmega.data.chat.template_forms import Messages
-from rftmega.data.pieces import Pieces
+from rftmega.data.token_texts import Pieces
 
 Specs = Sequence[Mapping[str, Any]]  # of functions, in OpenAI's format
 FILES = (

@@ -7,10 +7,10 @@ from rftmega.config.options.parts import IMPLEMENTATIONS, EnvironmentPart
 from rftmega.core.interfaces import Environment
 from rftmega.core.types import Prompt
 from rftmega.environments import (  # noqa: F401  they register
-    given,
     single_turn,
     text_games,
     tool_environment,
+    user_environment,
 )
 from rftmega.environments.agents import agent, verifiers  # noqa: F401  they register
 

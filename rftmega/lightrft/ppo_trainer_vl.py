@@ -158,8 +158,9 @@ class PPOTrainerVL:
         consumed_samples: int = 0,
         num_update_steps_per_episodes: int = 1,
     ) -> None:
-        """Trains for `args.num_episodes` (default 1) passes over the batches, skipping the first
-        `consumed_samples` prompts of all episodes together.
+        """Trains for `args.num_episodes` (default 1) passes over the batches. To resume, give as
+        `consumed_samples` the number of prompts of all earlier passes and batches: these prompts
+        are skipped.
 
         A batch is a dict of prompts, images and labels, or a tuple (prompts, images, references,
         labels), whose last items may be missing. `num_update_steps_per_episodes`: rollouts per

@@ -199,9 +199,11 @@ def _decimal(number: re.Match[str]) -> str:
 
 
 def final(text: str) -> str:
-    """Returns the source of the last expression in `text`, with single spaces between words: the
-    content of the last boxed expression, else the last formula between dollar signs or LaTeX
-    delimiters, else the last line, what follows "answer:" there.
+    """Returns the source of the last expression in `text`, with single spaces between words.
+
+    The expression is the content of the last \\boxed. If there is none, the expression is the last
+    formula between dollar signs or LaTeX delimiters. If there is no formula either, the expression
+    is the last line, without a lead such as "The answer is" or "answer:".
     """
     found = text.strip()
     if (at := found.rfind("\\boxed{")) >= 0:

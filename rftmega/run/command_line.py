@@ -13,8 +13,8 @@ from itertools import pairwise
 from pathlib import Path
 
 from rftmega import config as configuration
-from rftmega.config.names import unknown
 from rftmega.config.tree import options
+from rftmega.config.unknown_options import unknown
 from rftmega.core.errors import FINAL_CODES, ConfigError, RanksFailed, RFTMegaError, reported
 from rftmega.run.api import check, train
 from rftmega.run.hub import fetched

@@ -65,7 +65,9 @@ def _arguments(call: ast.Call) -> Iterator[tuple[str, ast.expr]]:
 
 
 def _add(found: Source, name: str, node: ast.expr, assigned: Mapping[str, ast.expr]) -> None:
-    """Adds an argument of a call to `found`; `assigned`: the expressions of names."""
+    """Adds the argument `name` of a call, whose source is `node`, to `found`. `assigned`: name of a
+    variable -> the expression that is assigned to it.
+    """
     if isinstance(node, ast.Name) and node.id in assigned:
         node = assigned[node.id]
     try:
@@ -77,7 +79,9 @@ def _add(found: Source, name: str, node: ast.expr, assigned: Mapping[str, ast.ex
 
 
 def _assigned(tree: ast.AST) -> dict[str, ast.expr]:
-    """Returns the expressions of all names that are assigned once, and alone."""
+    """Returns name -> assigned expression for all variables that the program assigns exactly once,
+    by a plain assignment to one name.
+    """
     found: dict[str, list[ast.expr | None]] = {}
     for node in ast.walk(tree):
         for target in _targets(node):

@@ -3,8 +3,8 @@
 import argparse
 from typing import NoReturn
 
-from rftmega.config.names import unknown
 from rftmega.config.tree import options
+from rftmega.config.unknown_options import unknown
 
 UNRECOGNIZED = "unrecognized arguments: "
 

@@ -32,7 +32,7 @@ from rftmega.model_providers.description import (
     layout_violations,
 )
 from rftmega.model_providers.hf_config import read_hf_config
-from rftmega.model_providers.installed import installed, uses_transformer_engine
+from rftmega.model_providers.optional_cuda_packages import installed, uses_transformer_engine
 from rftmega.model_providers.placement import holdings
 from rftmega.model_providers.transformers_decoders import on_meta, unknown_to_transformers
 from rftmega.models.hf.hf_folder import HFFolder

@@ -4,9 +4,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 
 from rftmega.config import RunConfig
-from rftmega.model_providers.installed import installed
+from rftmega.model_providers.optional_cuda_packages import installed
 from rftmega.run import disk_space, integrity, start_notes
-from rftmega.run.balancing import tell_balancing
+from rftmega.run.ignored_load_balancing import tell_balancing
 from rftmega.runtime.parallel import nodes, preemption, process_group
 from rftmega.runtime.parallel.lease import named
 from rftmega.runtime.parallel.process_group import World

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import yaml
 
 from rftmega import config as configuration
-from rftmega.config.names import Named, row_of, rows, spelt
 from rftmega.config.tree import options, unions
+from rftmega.config.unknown_options import Named, row_of, rows, spelt
 from rftmega.core.errors import ConfigError, shown
 from rftmega.run.foreign_source import Source
 
@@ -23,8 +23,8 @@ Options = Mapping[str, Any]
 
 
 class Translated(NamedTuple):
-    """Translated is the result of a translation: `options`, name -> value of ours, and `left`, a
-    line about each option that was not translated.
+    """Translated is the result of a translation. `options`: name -> value of this project's
+    options; `left`: a line about each option that was not translated.
     """
 
     options: dict[str, Any]
@@ -32,10 +32,11 @@ class Translated(NamedTuple):
 
 
 def translated(system: str, source: Source, processes: int = 0) -> Translated:
-    """Translates the options of a program for `system`, TRL or verl. Defaults of it that differ
-    from ours are translated as well. `processes`: the number of its processes, 0: unknown.
+    """Translates the options of a program for `system` (TRL or verl). Defaults of `system` that
+    differ from this project's are translated as well. `processes`: number of processes of the
+    program, 0: unknown.
 
-    What `configuration.load` does not accept is not translated.
+    An option is left out if `configuration.load` does not accept its translation.
     """
     given = {_bare(name): value for name, value in source.options.items() if value is not None}
     computed = COMPUTED[system](given, processes)
@@ -61,8 +62,9 @@ def translated(system: str, source: Source, processes: int = 0) -> Translated:
 def _found(
     system: str, given: Options, computed: Options
 ) -> tuple[dict[str, tuple[Any, str, bool]], list[str]]:
-    """Returns our option -> (value, the other framework's option, whether it was given), and lines
-    on options without a translation. `computed`: our options whose values follow from several.
+    """Returns our option -> (value, the other framework's option, whether it was given), and a line
+    for each option without a translation. `computed`: our options whose values are computed from
+    several options of the other framework.
     """
     found: dict[str, tuple[Any, str, bool]] = {}
     left = []
@@ -81,7 +83,7 @@ def _found(
 
 
 def _reason(row: Named | None, value: Any) -> str:
-    """Returns what the tables say to an option that is not translated."""
+    """Returns the text of the tables about an option that is not translated."""
     if row is None:
         return "no row of the tables has it"
     other = row.value and row.value != spelt(value)
@@ -103,7 +105,9 @@ def _pairs(row: Named | None, value: Any) -> list[tuple[str, Any]]:
 
 
 def _flat(option: str, value: Any) -> list[tuple[str, Any]]:
-    """Returns a component as its type and its options."""
+    """Returns (option, value) pairs: for a union, its type or the options of a dictionary; for any
+    other option, the option itself.
+    """
     if option not in unions():
         return [(option, value)]
     if isinstance(value, dict):
@@ -112,8 +116,8 @@ def _flat(option: str, value: Any) -> list[tuple[str, Any]]:
 
 
 def _defaults(system: str, given: Options) -> Iterator[tuple[str, Any]]:
-    """Yields the defaults of `system` that differ from ours, of options that are not given, in
-    sections of which others are given.
+    """Yields (option, default) for options of `system` whose default differs from ours. The program
+    must not set the option itself, but another option of the same section.
     """
     sections = {"", *(name.rpartition(".")[0] for name in given)}
     names = {option for name in given for option in _options_of(row_of(system, name, given[name]))}
@@ -157,9 +161,9 @@ def _told(name: str, value: Any) -> str:
 
 
 def _of_trl(given: Options, processes: int) -> dict[str, Any]:
-    """Returns our options that follow from several of TRL's, which counts completions of one device
-    in batches, and optimizer steps where we count rollouts. Raises no errors: a number that is not
-    whole is left out.
+    """Returns those of our options that are computed from several of TRL's. TRL gives batch sizes
+    in completions per device, and counts optimizer steps where this project counts rollouts. A
+    number that is not whole is left out.
     """
     accumulated = _number(given, "gradient_accumulation_steps", 1)
     micro_batch = _number(given, "per_device_train_batch_size", 8) * processes
@@ -195,8 +199,9 @@ RUNNING = {  # options of TRL in optimizer steps -> ours in rollouts
 
 
 def _of_verl(given: Options, _processes: int) -> dict[str, Any]:
-    """Returns our options that follow from several of verl's, which gives the size of mini-batches
-    instead of their number, and counts rollouts where we count optimizer steps.
+    """Returns those of our options that are computed from several of verl's. verl gives the size of
+    mini-batches instead of their number, and counts rollouts where this project counts optimizer
+    steps.
     """
     prompts = _number(given, "data.train_batch_size", 1024)
     mini_batch = _number(given, "actor.ppo_mini_batch_size", 256)

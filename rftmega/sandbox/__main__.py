@@ -33,8 +33,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from rftmega.sandbox import checker, imports, kernel, program, repl, served
-from rftmega.sandbox.boxes import (
+from rftmega.sandbox import answer_process, checker, imports, kernel, program, repl
+from rftmega.sandbox.job_input import exactly, line
+from rftmega.sandbox.probes import lacking
+from rftmega.sandbox.sandboxed_processes import (
     CONFINED,
     REPORT,
     Box,
@@ -43,8 +45,6 @@ from rftmega.sandbox.boxes import (
     end_all,
     start,
 )
-from rftmega.sandbox.job_input import exactly, line
-from rftmega.sandbox.probes import lacking
 
 REFUSED = (
     "neither namespaces nor a filter of system calls can be had here, so tested code would reach this user's files, processes "
@@ -112,7 +112,7 @@ def passes(job: dict[str, Any], size: int) -> dict[str, Any]:
     boxes: list[Box] = []
     try:
         answer, are_calls = job["answer"], job.get("calls", False)
-        start(boxes, lambda: served.serve(answer, requests, replies_in), job, stdin=nowhere, stdout=nowhere,
+        start(boxes, lambda: answer_process.serve(answer, requests, replies_in), job, stdin=nowhere, stdout=nowhere,
               keep=[requests, replies_in])  # fmt: skip
         for descriptor in (requests, replies_in):
             os.close(descriptor)

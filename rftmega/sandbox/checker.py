@@ -12,7 +12,7 @@ import sys
 import types
 from typing import Any, NoReturn
 
-from rftmega.sandbox import calls, plain, program
+from rftmega.sandbox import calls, json_values, program
 
 PASSED = b"passed"
 UNSUPPORTED = b"unsupported: "
@@ -97,7 +97,7 @@ class Checker:
         return error
 
     def encode(self, value: Any) -> Any:
-        return plain.encode(value, self.hand_over)
+        return json_values.encode(value, self.hand_over)
 
     def hand_over(self, value: Any) -> Any:
         if isinstance(value, StandIn):
@@ -114,7 +114,7 @@ class Checker:
         return ["named", [module, name]]
 
     def decode(self, held: Any) -> Any:
-        return plain.decode(held, self.take)
+        return json_values.decode(held, self.take)
 
     def take(self, tag: str, rest: Any) -> Any:
         if tag == "module":

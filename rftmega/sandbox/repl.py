@@ -25,8 +25,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rftmega.sandbox import interpreter
-from rftmega.sandbox.boxes import CONFINED, REPORT, Box, Undecidable, end_all, start
 from rftmega.sandbox.job_input import exactly, line
+from rftmega.sandbox.sandboxed_processes import CONFINED, REPORT, Box, Undecidable, end_all, start
 
 SETUP = 60.0  # seconds within which the code's process must be confined
 KEPT = 128 << 10  # bytes kept of the beginning, and of the end, of a piece's output

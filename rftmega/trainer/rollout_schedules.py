@@ -201,9 +201,9 @@ class Replayed(Asynchronous):
     """Replayed takes and drops the same groups in the same order as a recorded run; after the end
     of the record it continues like Asynchronous.
 
-    Groups therefore begin in the same steps as in the recorded run. Only the engine determines the
-    policy versions that sample their tokens: groups beyond this run's max_staleness are trained on
-    nevertheless.
+    Groups therefore begin in the same steps as in the recorded run. The policy versions that sample
+    a group's tokens are not replayed, since they depend on the speed of the engines. Up to the end
+    of the record, the run also trains on groups that exceed its max_staleness.
     """
 
     def __init__(

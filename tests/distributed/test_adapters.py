@@ -13,7 +13,7 @@ from rftmega.algorithms.losses import policy_loss
 from rftmega.algorithms.supervised import cross_entropy_loss
 from rftmega.backends.megatron import MegatronActor, adapters
 from rftmega.checkpoints.run_checkpoints import TrainingCheckpoints
-from rftmega.checkpoints.training import TrainingReader
+from rftmega.checkpoints.training_files import TrainingReader
 from rftmega.config import LoRA, OptimizerConfig, ParallelConfig
 from rftmega.core.errors import CheckpointError, NothingTrained
 from rftmega.run.placement.export import export

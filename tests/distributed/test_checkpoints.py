@@ -23,11 +23,11 @@ from torch.distributed.checkpoint import FileSystemReader
 from rftmega.algorithms.supervised import cross_entropy_loss
 from rftmega.backends.megatron import MegatronActor
 from rftmega.backends.optimizers.offload import inner_optimizers
-from rftmega.checkpoints import retention, training
+from rftmega.checkpoints import retention, training_files
 from rftmega.checkpoints import run_checkpoints as saving
 from rftmega.checkpoints.reader import FORMAT, MANIFEST, MARK, seal
 from rftmega.checkpoints.run_checkpoints import TrainingCheckpoints
-from rftmega.checkpoints.states import KEY
+from rftmega.checkpoints.state_split import KEY
 from rftmega.config import OptimizerConfig, ParallelConfig, TrainerConfig
 from rftmega.core.errors import CheckpointError
 from rftmega.models.hf import hf_folder
@@ -125,7 +125,7 @@ def state_with_tensors() -> dict[str, Any]:
 
 def tensors(folder: Path) -> dict[str, torch.Tensor]:
     """All of a checkpoint's models, whole, without the vocabulary's padding."""
-    reader = training.TrainingReader(folder)
+    reader = training_files.TrainingReader(folder)
     found = {}
     for key in (key for key in reader.stored if not key.startswith(KEY)):
         whole = torch.empty(reader.manifest["shapes"][key], dtype=reader.dtype_of(key))
@@ -329,7 +329,7 @@ def away_body(world: Any, model: Path, folder: Path, optimizer: OptimizerConfig)
     kept.load(folder / "step_000001", optimizer=False)
     actor.manager.residency.on(*PARTS)
     kept.save({}, step=2)
-    reader = training.TrainingReader(folder / "step_000002")
+    reader = training_files.TrainingReader(folder / "step_000002")
     for key in [key for key in reader.stored if "/main/" in key]:
         weights = key.replace("/main/", "/weights/")
         main, own = (
@@ -403,9 +403,9 @@ class Died(BaseException):
 
 
 STAGES: dict[str, tuple[Any, str]] = {
-    "the ranks' tensors": (training, "write_pieces"),
-    "a rank's note": (training, "write_json"),
-    "the manifest": (training, "finish"),
+    "the ranks' tensors": (training_files, "write_pieces"),
+    "a rank's note": (training_files, "write_json"),
+    "the manifest": (training_files, "finish"),
     "its name": (retention, "settle"),
     "the pointer": (retention, "point_to"),
     "retention": (retention, "rotate"),

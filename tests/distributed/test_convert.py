@@ -24,7 +24,7 @@ from rftmega.model_providers.hf_config import read_hf_config
 from rftmega.models.hf.checksums import files_of, known_sums
 from rftmega.models.hf.stacked_files import open_folder
 from rftmega.run.conversion import convert
-from rftmega.run.conversion.target import begin, written_alone
+from rftmega.run.conversion.target_folder import begin, written_alone
 from rftmega.runtime.parallel.folder_lock import FILE as LOCK
 from tests.block_scales import quantise_folder
 from tests.chosen import chosen

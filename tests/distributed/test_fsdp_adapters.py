@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from rftmega.algorithms.losses import policy_loss
 from rftmega.algorithms.supervised import cross_entropy_loss
 from rftmega.checkpoints.run_checkpoints import TrainingCheckpoints
-from rftmega.checkpoints.training import TrainingReader
+from rftmega.checkpoints.training_files import TrainingReader
 from rftmega.config import LoRA, OptimizerConfig, ParallelConfig
 from rftmega.config.options.adapters import OF_ATTENTION
 from rftmega.core.errors import CheckpointError, NothingTrained

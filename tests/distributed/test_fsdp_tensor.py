@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from rftmega.backends.decoder.parameter_places import places_of, plans_of, read
 from rftmega.backends.decoder.tensor_plan import partial_of, splits_of, styles_of
-from rftmega.backends.fsdp.feed import feed
+from rftmega.backends.fsdp.decoder_inputs import feed
 from rftmega.backends.fsdp.sharding import materialise
 from rftmega.backends.fsdp.tensor_parallel import share_layers
 from rftmega.models.hf.hf_folder import HFFolder

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from rftmega.checkpoints.training import TrainingReader
+from rftmega.checkpoints.training_files import TrainingReader
 from tests import plain_adapters
 from tests.e2e.conftest import metrics_of, train_rl
 from tests.e2e.test_backends import COMPARED, run_body, steps_of

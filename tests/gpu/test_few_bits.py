@@ -15,7 +15,7 @@ pytest.importorskip("megatron.core", reason="megatron-core is not installed", ex
 
 from rftmega.algorithms.supervised import cross_entropy_loss
 from rftmega.config import OptimizerConfig, ParallelConfig
-from rftmega.model_providers.installed import uses_transformer_engine
+from rftmega.model_providers.optional_cuda_packages import uses_transformer_engine
 from rftmega.runtime import device
 from rftmega.runtime.device.residency import ADAM, PARTS
 from rftmega.trainer.experience import given

@@ -18,7 +18,7 @@ from rftmega.converters.adapters import (
 )
 from rftmega.core.errors import ConfigError
 from rftmega.core.shards import EMBEDDING, HEAD, OF_VOCABULARY
-from rftmega.model_providers.accepting_backends import advice
+from rftmega.model_providers.backend_support import advice
 from rftmega.model_providers.output_head import decoder_of
 from rftmega.model_providers.transformers_decoders import layers_of
 

@@ -7,7 +7,7 @@ from typing import Any
 from rftmega.backends.decoder.per_layer import numbers_in
 from rftmega.core.errors import CheckpointError
 from rftmega.core.json_files import read_json_object
-from rftmega.model_providers.accepting_backends import advice
+from rftmega.model_providers.backend_support import advice
 from rftmega.model_providers.description import Experts, ModelDescription, describe
 from rftmega.model_providers.hf_config import read_hf_config
 from rftmega.model_providers.rope import Rope
@@ -86,8 +86,9 @@ def beyond_its_positions(config: Any, longest: int) -> list[str]:
 
     Some RoPE types change their angles with the longest sequence of a micro-batch beyond the
     original context length (`modeling_rope_utils.dynamic_rope_update`), so log-probs would depend
-    on how sequences are batched. Attention to a number of tokens that are chosen by a score which
-    depends on their values alone (Doge) has ties. `config`: transformers' config of the model.
+    on how sequences are batched. In Doge each token attends only to the tokens with the highest
+    scores; repeated tokens have equal scores, so engine and trainer may choose different ones.
+    `config`: transformers' config of the model.
     """
     found = []
     text = config.get_text_config()
@@ -165,8 +166,8 @@ def describe_any(config: Any, tower: VisionTower | None = None) -> TransformersM
 
 
 def _said(text: Any, name: str) -> Any:
-    """Returns a field of a config; of one that differs between layers, the largest value; None if
-    the config has no such field.
+    """Returns the field `name` of a config, None if there is no such field. If the field differs
+    between layers, returns its largest value.
     """
     try:
         return getattr(text, name, None)

@@ -42,7 +42,7 @@ from rftmega.core.shards import (
     whole,
     within,
 )
-from rftmega.model_providers.accepting_backends import advice
+from rftmega.model_providers.backend_support import advice
 from rftmega.models.hf.converted_names import converted_name, divided_among
 from rftmega.models.hf.hf_folder import HFFolder
 
@@ -274,8 +274,9 @@ def plans_of(
 
 
 def buffer_dtype(files: HFFolder, name: str, buffer: Tensor) -> torch.dtype:
-    """Returns the dtype in which a buffer is pushed and saved: its own, or, of whole numbers, that
-    of the folder's tensor `name`, which is exported as it was.
+    """Returns the dtype in which a buffer is pushed and saved. A floating-point buffer keeps its
+    dtype. A buffer of whole numbers gets the dtype of the folder's tensor `name`, so that an export
+    equals the folder.
     """
     return buffer.dtype if buffer.is_floating_point() else files.dtype_of(name, integers=True)
 

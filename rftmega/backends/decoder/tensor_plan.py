@@ -15,7 +15,7 @@ from torch import nn
 from rftmega.backends.decoder.per_layer import numbers_in
 from rftmega.converters.adapters import EMBEDDING_DOWN, EMBEDDING_UP
 from rftmega.core.errors import CheckpointError
-from rftmega.model_providers.accepting_backends import advice
+from rftmega.model_providers.backend_support import advice
 
 if TYPE_CHECKING:  # its import takes seconds
     from transformers import PreTrainedModel

@@ -35,9 +35,9 @@ class FSDPActor(FSDPModel, ScoringPolicy):
     ):
         """Builds the model and its optimizer and loads the weights.
 
-        `manager`: has built the model already; None: a new one. Without `learns` it only scores,
-        and has no optimizer. Log-probs are those of the sampling distribution, at the temperature
-        `cfg.rollout.temperature`.
+        `manager`: the manager of a model that is built already; None: build one. `learns`: whether
+        the model is trained; otherwise the model only scores, without an optimizer. Log-probs are
+        those of the sampling distribution, at the temperature `cfg.rollout.temperature`.
         """
         super().__init__(manager or FSDPModelManager(cfg, placement), placement)
         if learns:
@@ -97,7 +97,7 @@ class FSDPActor(FSDPModel, ScoringPolicy):
 
     @property
     def logits_factor(self) -> float:
-        """Returns the factor of the logits behind the LM head and its soft cap."""
+        """Returns the constant by which the model multiplies its logits after LM head and soft cap."""
         return self._head.after
 
     @property

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from rftmega.backends.decoder.adapted_layers import module_name, pair_of
 from rftmega.backends.decoder.parameter_places import Placed
 from rftmega.backends.decoder.tensor_plan import Split
-from rftmega.backends.fsdp.weight import Weight
+from rftmega.backends.fsdp.parameter_rows import Weight
 from rftmega.config import LoRA
 from rftmega.core.errors import ConfigError
 from rftmega.models.lora.experts import PairsOfExperts, StackDelta, StackWithPairs

@@ -23,11 +23,11 @@ from rftmega.backends.decoder.tensor_plan import Split
 from rftmega.backends.fsdp.adapted_experts import AdaptedStack
 from rftmega.backends.fsdp.mesh import ShardingMesh
 from rftmega.backends.fsdp.module import LogProbHead, Network
-from rftmega.backends.fsdp.weight import Weight
+from rftmega.backends.fsdp.parameter_rows import Weight
 from rftmega.config import LoRA
 from rftmega.core.errors import ConfigError
 from rftmega.core.shards import Box, Shard, narrowed
-from rftmega.model_providers.accepting_backends import advice
+from rftmega.model_providers.backend_support import advice
 from rftmega.models.hf.peft_folder import PEFTFolder, Whole
 from rftmega.models.lora.embedding import EmbeddingWithPair
 from rftmega.models.lora.linear import LinearWithPair, PairDelta

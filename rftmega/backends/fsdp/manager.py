@@ -38,9 +38,9 @@ from rftmega.backends.fsdp.module import (
     unusable,
     with_head,
 )
+from rftmega.backends.fsdp.parameter_rows import Weight
 from rftmega.backends.fsdp.sharding import local, materialise, shard_parameters, sharded_modules
 from rftmega.backends.fsdp.tensor_parallel import share_layers
-from rftmega.backends.fsdp.weight import Weight
 from rftmega.backends.runner.gradient_check import ActiveAdapters
 from rftmega.backends.runner.learning_rate import learning_rate
 from rftmega.checkpoints import frozen_weights
@@ -50,8 +50,8 @@ from rftmega.core.json_files import read_json_object
 from rftmega.core.media_positions import PlacedImage, RowImages, images_of
 from rftmega.core.shards import Shard
 from rftmega.data.media.image_processor import ImageProcessor
-from rftmega.model_providers.learning_mode import allow_recomputation, learn
 from rftmega.model_providers.output_head import names_of_head
+from rftmega.model_providers.training_mode import allow_recomputation, learn
 from rftmega.models.hf.hf_folder import HFFolder, is_finite
 from rftmega.models.hf.peft_folder import PEFTFolder, beginning
 from rftmega.runtime import device
@@ -203,9 +203,9 @@ class FSDPModelManager:
         return found
 
     def _buffers(self, files: HFFolder, places: dict[str, list[Placed]]) -> list[Weight]:
-        """Returns the buffers that belong to the model's state. They are not sharded and never
-        trained; floating-point numbers keep the model's dtype, whole numbers are also pushed in
-        that of the folder.
+        """Returns the buffers that belong to the model's state, such as a router's correction bias.
+        Buffers are not sharded and never trained. `buffer_dtype` says in which dtype each is
+        pushed.
         """
         found = []
         for name, buffer in state_buffers(self.model).items():
@@ -436,7 +436,7 @@ class FSDPModelManager:
         self.gather_nothing()
 
     def average_gradients(self) -> None:
-        """Divides the gradients that `backward` added, which are sums over the processes: their mean
+        """Turns the gradients that `backward` added, which are sums over the processes, into means
         over the processes that computed different rows.
         """
         self.divide_gradients(self.placement.data)
@@ -467,7 +467,8 @@ class FSDPModelManager:
 
     def refuse_changed(self, before: Mapping[str, int]) -> None:
         """Raises CheckpointError if weights have been written to since `weight_versions` returned
-        `before`: what a forward pass leaves behind would be pushed and exported.
+        `before`. A model whose forward pass changes its own weights can't be trained, since the
+        changed weights would be pushed and exported.
         """
         now = self.weight_versions()
         changed = [name for name, version in now.items() if version != before[name]]

@@ -19,7 +19,7 @@ from rftmega.backends.fsdp.support import refusal_to_pack
 from rftmega.checkpoints.reader import is_distributed
 from rftmega.core.errors import CheckpointError
 from rftmega.core.teacher_scores import TeacherRequest
-from rftmega.model_providers.accepting_backends import advice
+from rftmega.model_providers.backend_support import advice
 from rftmega.model_providers.output_head import (
     OutputHead,
     decoder_of,
@@ -40,8 +40,9 @@ OTHER_HEAD = "{head} is not the embedding, though tie_word_embeddings=true"
 
 @dataclass(frozen=True, slots=True)
 class Teaching:
-    """Teaching says what the head computes of teachers: the divergence from each, or the numbers of
-    a model that is itself one. It is no tuple, whose numbers FSDP2 would cast.
+    """Teaching tells the head which part of distillation to compute: a student computes its
+    divergence from each teacher (`taught`), a teacher computes its scores (`asked`). The class is
+    not a tuple, since FSDP2 would cast the tensors of a tuple.
     """
 
     asked: TeacherRequest | None = None

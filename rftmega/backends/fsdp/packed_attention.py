@@ -144,10 +144,12 @@ def _attend_to_tree(
     given: Sequence[Tensor], edges: Edges, tree: SegmentTree, bounds: _Bounds
 ) -> Tensor:
     """Computes attention of rows that share tokens: queries [heads, N, d], keys and values [groups,
-    N, d] -> [N, heads, d]. `edges`: those of the tree's segments.
+    N, d] -> [N, heads, d]. `edges`: the boundaries of the tree's segments.
 
-    Without a soft-cap, dropout, and a window that bounds some row, no scores are materialised, and
-    with such a window not on CUDA; else each segment takes the keys of its whole path.
+    Without a soft cap, dropout and an effective window, kernels compute each segment once and never
+    materialise the scores. With an effective window, FlashAttention does this on CUDA, if there are
+    no sinks. In all other cases each segment is computed with the keys of its whole path. A window
+    is effective if some row is longer than the window.
     """
     query, key, value = (x.transpose(0, 1) for x in given)
     window = bounds.window
@@ -204,7 +206,9 @@ def _attend_at_once(
 
 
 class _Spans(NamedTuple):
-    """_Spans are the queries and keys of each row: the row's last tokens, and as many or more."""
+    """_Spans holds the boundaries of each row's queries and keys. The queries are the row's last
+    tokens, so a row has at least as many keys as queries.
+    """
 
     query_edges: Tensor  # [rows + 1] int32
     key_edges: Tensor

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from rftmega.backends.fsdp.feed import feed
+from rftmega.backends.fsdp.decoder_inputs import feed
 from rftmega.backends.fsdp.manager import FSDPModelManager
 from rftmega.backends.fsdp.module import Teaching
 from rftmega.backends.runner.model_runner import MicroBatch, ModelRunner, refusal_to_share

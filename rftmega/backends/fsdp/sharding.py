@@ -21,7 +21,7 @@ from rftmega.backends.fsdp.mesh import ShardingMesh
 from rftmega.backends.fsdp.module import Network
 from rftmega.config import ParallelConfig
 from rftmega.core.errors import CheckpointError
-from rftmega.model_providers.accepting_backends import advice
+from rftmega.model_providers.backend_support import advice
 from rftmega.runtime import device
 
 
@@ -118,7 +118,8 @@ def _tied_elsewhere(model: PreTrainedModel, name: str) -> CheckpointError:
 
 def _recompute_buffers(model: PreTrainedModel) -> None:
     """Lets transformers recompute all buffers that checkpoints don't contain. Raises CheckpointError
-    for a tensor without memory that is none: nothing makes it anew.
+    for a meta tensor that is neither parameter nor buffer, and for a buffer that transformers does
+    not recompute.
     """
     for module in model.modules():
         for name, tensor in vars(module).items():

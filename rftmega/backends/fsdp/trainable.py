@@ -12,10 +12,10 @@ from torch import Tensor
 
 from rftmega.backends.fsdp.manager import FIRST, MOMENTS, FSDPModelManager
 from rftmega.backends.fsdp.mesh import ShardingMesh
+from rftmega.backends.fsdp.parameter_rows import Weight
 from rftmega.backends.fsdp.runner import FSDPRunner
-from rftmega.backends.fsdp.weight import Weight
 from rftmega.checkpoints.run_checkpoints import TrainingCheckpoints
-from rftmega.checkpoints.training import StoredModel
+from rftmega.checkpoints.training_files import StoredModel
 from rftmega.core.errors import CheckpointError
 from rftmega.core.shards import Shard, ShardBox, TrainedAdapters
 from rftmega.core.types import Metrics

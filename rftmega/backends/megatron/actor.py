@@ -37,8 +37,8 @@ class MegatronActor(MegatronModel, ScoringPolicy):
         *,
         manager: MegatronModelManager | None = None,
     ):
-        """Builds the model and loads its weights. `manager`: has built the model already; None: a
-        new one.
+        """Builds the model and loads its weights. `manager`: the manager of a model that is built
+        already; None: build one.
 
         `role`: "actor", or "reference" for a model that only scores (no optimizer). Log-probs are
         those of the sampling distribution, at the temperature `cfg.rollout.temperature`.
@@ -114,7 +114,7 @@ class MegatronActor(MegatronModel, ScoringPolicy):
 
     @property
     def logits_factor(self) -> float:
-        """Returns the factor of the logits behind the LM head."""
+        """Returns the constant by which the model multiplies its logits after the LM head."""
         return self.manager.description.scales.logits
 
     @property

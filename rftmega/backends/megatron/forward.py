@@ -174,12 +174,14 @@ class Packing:
         return flat[slots].to(self.slots.device, non_blocking=True)
 
     def selected(self, needed: Tensor | None) -> "ChosenTokens | None":
-        """Returns the tokens of this process's slots that are True in `needed` [rows, columns] on
-        the host; a slot that rows share occurs once for each of them. `needed` None: all tokens, of
-        which those with the same prediction occur once. Returns None for all slots in their order.
+        """Returns the tokens of this process's slots for which the LM head is computed; None stands
+        for all slots, in their order.
 
-        Without any, they are the first slot and the place of filler: the LM head takes part in
-        collectives, and its gradient must be there.
+        `needed` [rows, columns] on the host marks these tokens. A slot that several rows share
+        occurs once for each row. If no token is marked, the result is the first slot, whose value
+        goes to filler: every process must run the LM head, since its forward and backward passes
+        are collectives. `needed` None: all tokens are computed, and tokens of different rows that
+        have the same prediction occur once.
         """
         if self.shared is not None and needed is None:
             places, slots, present, copies = self.shared.predictions(self.columns)
@@ -219,7 +221,7 @@ class Packing:
         return grid if self.context_group is None else _Everyones.apply(grid, self.context_group)
 
     def put_chosen(self, values: Tensor, chosen: "ChosenTokens | None") -> Tensor:
-        """Unpacks `values` [n, ...] of the chosen tokens, or for None of all slots, as `put` does."""
+        """Unpacks `values` [n, ...] of the tokens `chosen` (None: all slots), as `put` does."""
         if chosen is None:
             return self.put(values)
         if chosen.copies is None:

@@ -461,8 +461,8 @@ class MegatronModelManager:
             loss.backward()
 
     def average_gradients(self) -> None:
-        """Exchanges the gradients that `backward` added: their mean over the processes that computed
-        different rows.
+        """Averages the gradients that `backward` added over the processes that computed different
+        rows.
         """
         with self.topology.active():
             finalize_model_grads(self.model)

@@ -29,7 +29,7 @@ from rftmega.core.ragged import Ragged
 from rftmega.core.types import Rows
 from rftmega.data.media.model_inputs import ImageTensors, image_tensors
 from rftmega.data.media.waveform_inputs import WaveformTensors, waveform_tensors
-from rftmega.model_providers.installed import uses_transformer_engine
+from rftmega.model_providers.optional_cuda_packages import uses_transformer_engine
 from rftmega.model_providers.tower import AudioTower
 from rftmega.models.layers.router_replay import RouteInputs
 from rftmega.runtime.device.spans import recorder

@@ -22,7 +22,7 @@ from rftmega.backends.megatron.training_state import (
     set_schedule_steps,
 )
 from rftmega.backends.optimizers.moments import MomentValues
-from rftmega.checkpoints.training import StoredModel
+from rftmega.checkpoints.training_files import StoredModel
 from rftmega.core.shards import Shard, ShardBox, TrainedAdapters
 from rftmega.core.types import Metrics
 from rftmega.model_providers.description import ModelDescription

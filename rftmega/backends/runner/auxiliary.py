@@ -19,9 +19,9 @@ def beside(first: LossFn, experience: Experience[Any], auxiliary: Auxiliary, sta
     """Returns the loss function of `auxiliary`, scaled such that its sum can be added to that of
     `first` before gradients are divided by the count of `first` (number of tokens in the loss).
 
-    It applies to any part of the auxiliary rows. `experience`: all rows of the step on which
-    `first` is computed. `stats`: see `counted`. If `first` counts nothing (all completions are left
-    out), the auxiliary loss counts instead.
+    The returned function applies to any part of the auxiliary rows. `experience`: all rows of the
+    step on which `first` is computed. `stats`: see `counted`. If the count of `first` is 0 (all
+    completions are left out), gradients are divided by the count of the auxiliary loss instead.
     """
     count = counted(first, experience, stats)
     own = counted(auxiliary.loss_fn, auxiliary.experience, stats)

@@ -90,7 +90,7 @@ def plan_micro_batches(
 
 
 class _Sizes(NamedTuple):
-    """_Sizes are the sizes of rows that a micro-batch bounds."""
+    """_Sizes holds the sizes of rows for which a micro-batch has a limit (`_Caps`)."""
 
     tokens: int
     squares: int  # of the rows' lengths
@@ -108,8 +108,11 @@ _NONE = _Sizes(0, 0, 0, 0)
 def _divided(
     rows: SortedRows, parts: int, cost: Callable[[Sequence[int]], float]
 ) -> list[list[int]]:
-    """Divides rows that share beginnings over `parts` ranks, as row indices in their order: into
-    runs of neighbours, as few as give the least cost of the most loaded rank.
+    """Divides rows that share beginnings over `parts` ranks. Returns the row indices of each rank.
+
+    Sorted rows are cut into runs of neighbours, which stay together. Several numbers of runs are
+    tried. The one with the least cost of the most loaded rank is taken, and of equal ones the
+    smallest, since few runs share most tokens.
     """
     if parts == 1:
         return [rows.order.tolist()]
@@ -125,8 +128,10 @@ def _divided(
 
 
 def _runs(rows: SortedRows, number: int) -> list[list[int]]:
-    """Cuts sorted rows into `number` runs, or single rows: the longest run first, where neighbours
-    share the fewest tokens, and there as near as possible to its middle.
+    """Cuts sorted rows into `number` runs of neighbours, or fewer if all runs are single rows.
+
+    The run with the most tokens is cut first, between the two neighbours that share the fewest
+    tokens. Of several such positions, the one nearest to the middle of the run is taken.
     """
     order, common, lengths = (x.tolist() for x in (rows.order, rows.common, rows.lengths))
     heap = [(-sum(lengths), 0, len(order))] if order else []

@@ -162,7 +162,7 @@ class ModelRunner:
         self.backward = OF_FROZEN if self.cfg.model.lora.rank else BACKWARD
         # called after each optimizer step taken
         self.after_step: Callable[[], None] = lambda: None
-        # the comparison with each of `Experience.teachers`
+        # the distillation term of each of `Experience.teachers`
         self.terms: Sequence[TeacherTerm] = ()
 
     def _run(self, batches: Sequence[MicroBatch], *, forward_only: bool) -> list[Any]:
@@ -375,8 +375,8 @@ class ModelRunner:
         *,
         whole: bool = False,
     ) -> list[MicroBatch]:
-        """Returns the micro-batches of a step. A loss reads the statistics of the mask's tokens
-        alone, so that the LM head is not computed for others (prompts), unless `whole`.
+        """Returns the micro-batches of a step. The LM head is computed for the tokens of the mask
+        only, since a loss reads no others (prompts). `whole`: it is computed for all tokens.
         """
         whole = whole or self.gives_values
         parts = [experience.select(index) for index in planned.indices]
@@ -407,17 +407,19 @@ class ModelRunner:
         ]
 
     def _terms_of(self, experience: Experience[Any]) -> list[TeacherTerm]:
-        """Returns the comparisons with the teachers of `experience`, on the device."""
+        """Returns the distillation term of each teacher of `experience`, on the device."""
         if self.gives_values or not experience.teachers:
             return []
         assert len(self.terms) == len(experience.teachers), "a term for each teacher"
         return [term.to(self.stepped.where) for term in self.terms]
 
     def trained(self, stats: Any, batch: MicroBatch) -> tuple[Tensor, Tensor, Any]:
-        """Returns a micro-batch's local loss sum (differentiable), its integer count, and (the sums
-        of its metrics, its detached statistics).
+        """Computes the loss of a micro-batch. Returns (loss, count, (metrics, statistics)).
 
-        `stats`: the forward pass's statistics of the micro-batch's tokens, with gradient.
+        `stats`: the forward pass's statistics of the micro-batch's tokens, with gradient. The loss
+        is the differentiable sum over this process's tokens. The count is `TokenLoss.count`, by
+        which the sum over all micro-batches is divided. The metrics are sums as well, and the
+        statistics are `stats` without gradient.
         """
         seen = self.stats(*(getattr(stats, name).detach() for name in self.names))
         if batch.taught:
@@ -427,8 +429,8 @@ class ModelRunner:
         return total, loss.count, (sums_of(loss), seen)
 
     def told(self, values: Mapping[str, Tensor], batch: MicroBatch) -> dict[str, Tensor]:
-        """Returns a teacher's numbers of a micro-batch's taught tokens, [n, ...] each, on the host;
-        `values`: those of all tokens [B, T, ...].
+        """Selects a teacher's numbers of the taught tokens of a micro-batch, and copies them to the
+        host, [n, ...] each. `values`: the numbers of all tokens [B, T, ...].
         """
         assert batch.needed is not None
         places = batch.needed.flatten().nonzero()[:, 0]

@@ -10,8 +10,8 @@ from rftmega.models.kernels.teacher_terms import TeacherTerm
 
 
 class ScoringPolicy:
-    """ScoringPolicy is the part of a policy that teaches, is taught, and gives the log-probs of its
-    start.
+    """ScoringPolicy is the base class of both backends' policies. It scores rows as a teacher, sets
+    the distillation terms, and computes the log-probs of the starting policy.
     """
 
     manager: Any  # a MegatronModelManager or FSDPModelManager
@@ -47,5 +47,5 @@ class ScoringPolicy:
         return found
 
     def learn_from(self, terms: Sequence[TeacherTerm]) -> None:
-        """Sets the comparisons with the teachers in `Experience.teachers`."""
+        """Sets the distillation terms of the loss, one per teacher of `Experience.teachers`."""
         self.runner.terms = terms

@@ -56,8 +56,8 @@ class Teacher:
     """
 
     vocabulary: Literal["full", "top_k", "sampled"] = "full"
-    """Tokens that are compared: full (all of the vocabulary), top_k (the teacher's likeliest ones,
-    and all others together) or sampled (the sampled token, an estimate).
+    """Tokens over which the divergence is computed: full (all of the vocabulary), top_k (the
+    teacher's likeliest ones, and all others together) or sampled (the sampled token, an estimate).
     """
 
     top_k: Count = 64

@@ -149,8 +149,8 @@ def files(config: RunConfig) -> list[str]:
 
 
 def _missing_sources(config: RunConfig) -> list[str]:
-    """Returns a problem for each data source that is no file, and no tasks that a library can
-    create.
+    """Returns a problem for each data source that is neither an existing file or folder, nor names
+    tasks that a library can create.
     """
     data, found = config.data, list[str]()
     named = [

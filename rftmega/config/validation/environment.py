@@ -1,4 +1,6 @@
-"""Checks of an environment's requirements: tools, an agent, or the Python of the verifiers library."""
+"""Checks that an environment finds what its options name: functions of tools and agents, text games,
+and the Python interpreter in which the verifiers library is installed.
+"""
 
 import os
 import shutil

@@ -83,7 +83,9 @@ class TemplateBridge:
         *,
         stable: bool = True,
     ) -> Bridge | None:
-        """Returns what `bridge` does; unless `stable`, also if the template rewrites earlier text."""
+        """Returns the token ids after a completion, as `bridge` does. `stable`: whether to return
+        None if the template rewrites earlier text; otherwise the earlier text is not compared.
+        """
         try:
             before = self._text(history[:-1], tools, open_=True)
             whole = self._text([*history, *messages], tools, open_=True)

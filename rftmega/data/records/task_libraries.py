@@ -60,8 +60,9 @@ def library_records(name: str, source: TaskSource) -> Iterator[tuple[str, Record
 
 
 def _games(name: str, source: TaskSource) -> Iterator[tuple[str, Record]]:
-    """Yields (location, record) for each game that the environment of the library plays: `size` games
-    (500 by default) with the seeds from `seed` (0 by default). Other parameters are the game's.
+    """Yields (location, record) for each game that the environment of the library plays: `size`
+    games (500 by default) with the seeds from `seed` (0 by default). All other parameters are
+    passed to the game.
     """
     game, _, query = source.tasks.partition("?")
     given = {key: _literal(text) for key, text in parse_qsl(query, keep_blank_values=True)}
@@ -87,8 +88,11 @@ def _literal(text: str) -> Any:
 
 
 def _told(name: str, tasks: str) -> Iterator[dict[str, Any]]:
-    """Yields the objects that the library's process writes about `tasks`. The process ends with the
-    iterator. Raises DataError if it fails.
+    """Starts a process of the task library, and yields the JSON objects that the process prints:
+    tasks, the number of duplicates, or an error. The process ends with the iterator.
+
+    `name`: the data source, for error messages; `tasks`: which tasks to create, such as
+    "chain_sum?size=5000". Raises DataError if the process fails.
     """
     command = worker_command("records", tasks)
     with tempfile.TemporaryFile() as errors:

@@ -37,7 +37,8 @@ def converted_name(
     """Returns the parameter that a folder's tensor is (part of), and the pattern of the converter
     that changes the tensor; `known`: the model's own names.
 
-    A name that only fits as it is stays so, as when transformers loads the folder.
+    A name that is a parameter's own name is not renamed if the new name would be no parameter's.
+    transformers loads the folder in the same way.
     """
     found: tuple[str, str | None] = rename_source_key(name, renamings, converters, prefix, known)
     if found[0] not in known and name in known:

@@ -181,9 +181,9 @@ class HFFolder:
     def dtype_of(self, name: str, *, integers: bool | None = False) -> torch.dtype:
         """Returns the dtype of tensor `name`.
 
-        `integers`: whether the tensor must be a table of whole numbers, which is no weight, such as
-        a table of token ids to experts; None: either. Raises CheckpointError for any other dtype:
-        weights are in WEIGHT_DTYPES unless they are quantised.
+        `integers`: whether the tensor must be a table of whole numbers, such as one from token ids
+        to experts (True), a weight (False), or may be either (None). Raises CheckpointError for any
+        other dtype. Weights have a dtype of WEIGHT_DTYPES, unless they are quantised.
         """
         said = self._said(name)["dtype"]
         accepted = (*INTEGERS, *WEIGHT_DTYPES) if integers is None else WEIGHT_DTYPES
@@ -424,10 +424,9 @@ def copy_companions(
     files but weights and files that describe weights.
 
     `shards`: the written tensors by file; empty if they aren't a Hugging Face folder's. `quantised`:
-    the weights are written quantised, as config.json says. Returns the changes to config.json as
-    text, or None if there are none: it gets the dtype of the written tensors, layers that are not
-    written are no longer counted, and a quantisation that does not apply to the written weights is
-    removed.
+    the weights are written quantised, as config.json says. config.json is changed to fit the
+    written tensors: their dtype, the number of layers that are written, and no quantisation that
+    they don't have. Returns these changes as text, or None if there are none.
     """
     said = None
     for path in source.iterdir():
@@ -447,8 +446,8 @@ def copy_companions(
 
 
 def _dtype_of(shards: Mapping[str, Sequence[PlannedTensor]]) -> str | None:
-    """Returns the name of the dtype that most bytes of tensors have, without tables of whole
-    numbers; None if it is none of weights.
+    """Returns the name of the dtype in which most bytes of the tensors are, apart from tables of
+    whole numbers; None if weights can't have this dtype.
     """
     sizes = Counter[torch.dtype]()
     for tensors in shards.values():

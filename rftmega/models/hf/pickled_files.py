@@ -21,8 +21,8 @@ class PickledFolder:
     """
 
     def __init__(self, folder: str | Path):
-        """Opens the folder. Raises CheckpointError if it has no *.bin files, or such that are no
-        dictionaries of tensors.
+        """Opens the folder. Raises CheckpointError if it has no *.bin files, or a
+        file that is not a dictionary of tensors.
         """
         self.folder = Path(folder)
         index = self.folder / INDEX

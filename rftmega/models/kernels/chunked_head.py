@@ -1,5 +1,5 @@
 """An LM head whose logits are computed for one chunk of positions at a time, and the gradients of its
-tensors. Kernels that compare distributions share it.
+tensors. The kernels of distillation (divergence, likeliest tokens) share it.
 Legend: N positions, H hidden size, V this rank's columns of the vocabulary, c positions of a chunk.
 """
 
@@ -37,14 +37,16 @@ class Head(NamedTuple):
         return self.weight, self.bias, inner, up
 
     def with_tensors(self, tensors: Sequence[Tensor | None]) -> "Head":
-        """Returns the head with other `tensors`, in the order of the property."""
+        """Returns the head with other `tensors`, in the order of the property `tensors`."""
         weight, bias, inner, up = tensors
         assert weight is not None
         pair = None if inner is None or up is None else (inner, up)
         return self._replace(weight=weight, bias=bias, pair=pair)
 
     def without_tensors(self) -> "Head":
-        """Returns the head's numbers alone, for a place that keeps the tensors itself."""
+        """Returns the head with its numbers only (factor, cap); autograd keeps the tensors
+        separately.
+        """
         return self._replace(weight=torch.empty(0), bias=None, pair=None)
 
     def detached(self) -> "Head":

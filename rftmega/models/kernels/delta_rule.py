@@ -18,10 +18,10 @@ EPSILON = 1e-6  # of the lengths of queries and keys, as in transformers
 
 
 def order_of_rows(edges: list[int], processes: int) -> Tensor:
-    """Returns where each packed token is among the tokens of `processes` context-parallel ranks, of
-    which each has two zig-zag chunks of every row (see `attention`), gathered rank by rank.
+    """Returns the index of each packed token in the concatenation of all context-parallel ranks'
+    tokens. Each of the `processes` ranks holds two zig-zag chunks of every row (see `attention`).
 
-    `edges`: where rows begin and end among the packed tokens.
+    `edges`: the indices of packed tokens at which rows begin and end.
     """
     lengths = torch.tensor(edges).diff()
     start, length = (x.repeat_interleave(lengths) for x in (torch.tensor(edges[:-1]), lengths))

@@ -18,7 +18,7 @@ Name = Literal["reverse_kl", "forward_kl", "jsd"]
 
 
 class DivergenceKind(NamedTuple):
-    """DivergenceKind selects how the distributions of student p and teacher q are compared.
+    """DivergenceKind selects the divergence between the distributions of student p and teacher q.
 
     reverse_kl is KL(p || q), forward_kl is KL(q || p), and jsd is the generalised Jensen-Shannon
     divergence beta KL(q || m) + (1 - beta) KL(p || m) with m = beta q + (1 - beta) p

@@ -15,11 +15,11 @@ from rftmega.models.kernels.linear_log_probs import VocabularyShard
 
 @dataclass(frozen=True, slots=True)
 class TeacherTerm:
-    """TeacherTerm describes the comparison with one teacher."""
+    """TeacherTerm describes the distillation term of one teacher."""
 
     divergence: DivergenceKind
-    # for the whole vocabulary: the teacher's LM head, of which this process holds the rows of the
-    # token ids of its student's shard; None for fewer tokens, or where no LM head is
+    # the rows of the teacher's LM head for the token ids of the student's shard on this process;
+    # None if the divergence is not over the full vocabulary, or if this process has no LM head
     head: Head | None = None
     vocabulary: int = 0  # token ids that both models have, for the whole vocabulary
 
@@ -39,8 +39,8 @@ class TaughtRows:
     scores: TeacherScores
 
     def on(self, where: torch.device, mask: Tensor, *, only: bool) -> "TaughtTokens":
-        """Returns the scores on the device, for the tokens of `mask` [B, T] on the host. `only`:
-        the LM head is computed for these tokens alone.
+        """Copies the scores of the tokens in `mask` to the device `where`. `mask`: [B, T] on the
+        host; `only`: whether the LM head is computed for the tokens of `mask` alone.
         """
         flat = {
             name: column.flat.to(where, non_blocking=True)
@@ -122,7 +122,7 @@ def teacher_numbers(
 
 @dataclass(frozen=True, slots=True)
 class _Student:
-    """_Student holds the student's side of a comparison, see `teacher_terms`."""
+    """_Student holds the student's arguments of `teacher_terms` for some of the tokens."""
 
     hidden: Tensor
     head: Head

@@ -68,8 +68,8 @@ class SegmentTree:
         self._reached: dict[int, tuple[Tensor, Tensor, int]] = {}
 
     def paths(self, where: torch.device, window: int | None = None) -> list[PathBatch]:
-        """Returns the segments with the keys that they attend to, for a kernel that takes a mask:
-        of a sliding `window` of tokens only those within reach.
+        """Returns batches of segments with the keys that they attend to, for attention with a mask.
+        With a sliding `window`, keys that no token of a segment can reach are left out.
         """
         if window not in self._paths:
             self._paths[window] = [
@@ -101,8 +101,9 @@ class SegmentTree:
 
 
 def _parts(segments: Sequence[RowSegment]) -> list[AttentionPart]:
-    """Returns the segments' own attention, and for each depth of the tree that of all tokens that
-    continue a segment of this depth.
+    """Returns the parts of the attention. The first part is the attention of each segment to
+    itself. Then comes one part per depth of the tree: the tokens that continue a segment of this
+    depth attend to this segment.
     """
     own = [AttentionSpan(s.start, s.stop - s.start, s.start, s.stop - s.start) for s in segments]
     depths: list[int] = []
@@ -121,8 +122,8 @@ def _parts(segments: Sequence[RowSegment]) -> list[AttentionPart]:
 
 
 def _reached(segments: Sequence[RowSegment], window: int | None) -> list[Tensor]:
-    """Returns the packed tokens that each segment attends to, of a sliding `window` or all; its own
-    come last.
+    """Returns, for each segment, the packed tokens that its tokens attend to: all tokens of its
+    path, or only those within a sliding `window`. The segment's own tokens come last.
     """
     whole: list[Tensor] = []
     for each in segments:

@@ -256,10 +256,10 @@ def parts_of(packed: PackedSeqParams, rank: int, processes: int) -> list[Part]:
     """Returns the chunks of rows that rank `rank` of `processes` context-parallel ranks computes,
     as batches: whole rows without context parallelism, otherwise two chunks per row.
 
-    Rows of one length form one batch, since a call per row would cost more than the attention of
-    short rows. The result is stored in `packed`, the parameters of the micro-batch's packed
-    sequence, so that it is computed once for all layers, from `packed.edges` on the host (see
-    `pack`).
+    `packed`: Megatron's parameters of the micro-batch's packed sequence, to which `pack` has added
+    the rows' edges on the host (`packed.edges`). Rows of one length form one batch, since a call
+    per row would cost more than the attention of short rows. The first layer stores the batches in
+    `packed.parts`, and later layers read them from there.
     """
     parts: list[Part] | None = getattr(packed, "parts", None)
     if parts is None:

@@ -135,9 +135,10 @@ class PackedDeltaNet(GatedDeltaNet):
         return output
 
     def _whole_rows(self, joint: Tensor, order: Tensor) -> Tensor:
-        """Returns `joint` [tokens of this context-parallel rank, rows of in_proj] as [all tokens,
-        those of this rank's heads]; unchanged without context parallelism. `order`: of the gathered
-        tokens.
+        """Exchanges tokens for heads between context-parallel ranks. Maps `joint`, the output of
+        in_proj [this rank's tokens, all channels], to [all tokens, the channels of this rank's
+        heads]. Returns `joint` unchanged without context parallelism. `order`: the indices that
+        sort the gathered tokens by row.
         """
         if self.cp_size == 1:
             return joint
@@ -169,8 +170,8 @@ class RowIndices(NamedTuple):
 
 def _indices_of(packed: PackedSeqParams, width: int, processes: int) -> RowIndices:
     """Returns the indices for a convolution of `width` tokens and `processes` context-parallel
-    ranks. They are stored in `packed`, so that they are computed once for all layers, from
-    `packed.edges` on the host (see `pack`).
+    ranks. The first layer computes the indices from `packed.edges` on the host (see `pack`), and
+    stores them in `packed.row_indices` for later layers.
     """
     found: RowIndices | None = getattr(packed, "row_indices", None)
     if found is None:

@@ -19,8 +19,8 @@ from rftmega.models.hf import export_folder
 from rftmega.models.hf.hf_folder import HFFolder, PlannedTensor, write_shard
 from rftmega.models.hf.peft_folder import PEFTFolder, write_config, write_pairs
 from rftmega.models.hf.quantised_folder import open_quantised
-from rftmega.run.conversion.plain import write_folder
-from rftmega.run.conversion.target import Progress, fingerprint
+from rftmega.run.conversion.plain_safetensors import write_folder
+from rftmega.run.conversion.target_folder import Progress, fingerprint
 
 EXACT = 1024  # rows or columns up to which all singular values are computed
 # oversampling and iterations of the randomised SVD of larger matrices (Halko et al.,

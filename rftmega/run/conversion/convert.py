@@ -51,8 +51,8 @@ from rftmega.models.hf.hf_folder import (
     write_shard,
 )
 from rftmega.models.hf.stacked_files import Stacking, open_folder
-from rftmega.run.conversion.at_a_time import SPARE, Room, side_by_side
-from rftmega.run.conversion.target import (
+from rftmega.run.conversion.memory_budget import SPARE, Room, side_by_side
+from rftmega.run.conversion.target_folder import (
     FILE_BYTES,
     Progress,
     begin,

@@ -9,8 +9,9 @@ from tqdm import tqdm
 def progress_bar(
     folder: Path, text: str, copies: int = 1, *, total: int | None = None
 ) -> "tqdm[None]":
-    """Returns a progress bar labelled `text` over `total` bytes; without it, over the bytes of a
-    folder's weights times `copies`, the number of times that they are processed.
+    """Returns a progress bar labelled `text` over `total` bytes. With total None, the bar covers
+    the weights in `folder`, each counted `copies` times, as often as the conversion reads or writes
+    it.
     """
     if total is None:
         files = [path for path in folder.iterdir() if path.suffix in (".safetensors", ".distcp")]

@@ -11,7 +11,7 @@ from tqdm import tqdm
 
 from rftmega.checkpoints import retention
 from rftmega.checkpoints.reader import MANIFEST, Reader, read_manifest
-from rftmega.checkpoints.training import KIND, TrainingReader
+from rftmega.checkpoints.training_files import KIND, TrainingReader
 from rftmega.core.errors import ConfigError
 
 
@@ -34,19 +34,19 @@ def write_model(
     """Writes the model `name` of a training checkpoint to the HF folder `target`, and prints its
     step. Returns the exit code 0.
 
-    `name`, `base`: see `trained.SavedModel`. Raises ConfigError if `verify` (the option --verify)
-    is set, since every block is verified on reading anyway.
+    `name`, `base`: see `checkpoint_to_hf.SavedModel`. Raises ConfigError if `verify` (the option
+    --verify) is set, since every block is verified on reading anyway.
     """
-    from rftmega.run.conversion import trained
+    from rftmega.run.conversion import checkpoint_to_hf
     from rftmega.run.conversion.progress_bar import progress_bar
 
     if verify:
         raise ConfigError(
             f"--verify: every piece of {checkpoint} is checked as it is read. Leave it out."
         )
-    model = trained.SavedModel(checkpoint, name, base)
+    model = checkpoint_to_hf.SavedModel(checkpoint, name, base)
     with progress_bar(model.base, "to Hugging Face") as bar:
-        changed = trained.to_hf(model, target, progress=bar.update)
+        changed = checkpoint_to_hf.to_hf(model, target, progress=bar.update)
     step = model.reader.manifest["step"]
     sys.stdout.write(f"{target}: the {model.name} after step {step}\n")
     if changed:

@@ -44,7 +44,7 @@ log = logging.getLogger(__name__)
 
 
 class EvaluationTask(NamedTuple):
-    """EvaluationTask is what models are evaluated on: prompts by set, and how they are answered and scored."""
+    """EvaluationTask holds the prompts, the environment and the reward of an evaluation."""
 
     config: RunConfig
     tokenizer: Tokenizer
@@ -57,8 +57,8 @@ class EvaluationTask(NamedTuple):
     @classmethod
     def read(cls, config: RunConfig, by: str, *, columns: bool = False) -> "EvaluationTask":
         """Reads the data and builds the reward, as a run does; no model is needed. `by`: column of
-        the data whose values are groups of prompts; "": no groups. `columns`: prompts keep their
-        records.
+        the data by which prompts are grouped; "": no groups. `columns`: whether prompts keep the
+        columns of their records.
 
         Raises ConfigError or DataError for a reward or data that can't be used.
         """
@@ -89,8 +89,8 @@ class EvaluationTask(NamedTuple):
         ]
 
     def voted(self, found: Evaluated) -> str | None:
-        """Returns the answer that a completion votes for in maj@k, None if there is none: that which
-        the reward component trainer.eval_accuracy reads, in canonical form.
+        """Returns a completion's vote for maj@k: the final answer that the reward component of
+        trainer.eval_accuracy extracts, in canonical form. Returns None if there is no answer.
         """
         if found.rollout.lost:
             return None
@@ -115,10 +115,10 @@ def group_of(prompt: Prompt, by: str) -> str:
 
 
 class Stage:
-    """Stage is an engine with the weights of one model after another."""
+    """Stage holds one engine for all evaluated models; `push` replaces the engine's weights."""
 
     def __init__(self, task: EvaluationTask, world: World, weights: FolderWeights):
-        """Builds the engine, whose weights come with `push`."""
+        """Builds the engine, which has no weights before the first `push`."""
         config, self.weights = task.config, weights
         set_seed(config.trainer.seed)
         engine = engines.create(
@@ -239,8 +239,9 @@ def result(
 
 
 def begin(output: Path, config: RunConfig, sources: Mapping[str, Any]) -> None:
-    """Writes what is evaluated to `output`/request.json. Raises ConfigError if completions of another
-    evaluation are there. `sources`: checksums of the input files, and the models.
+    """Writes the options and inputs of the evaluation to `output`/request.json. Raises ConfigError
+    if `output` belongs to an evaluation with other options or inputs. `sources`: checksums of the
+    input files and the models.
     """
     path = output / "request.json"
     request = {"options": without_secrets(config), "inputs": dict(sources)}

@@ -1,4 +1,6 @@
-"""Checksums of what an evaluation reads, by which a stored one is recognised."""
+"""Computes checksums of the inputs of an evaluation. An evaluation resumes only if they are those
+of the stored completions.
+"""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -6,7 +8,7 @@ from typing import Any
 
 from rftmega.config import RunConfig
 from rftmega.models.hf.hf_folder import HFFolder
-from rftmega.run.conversion.target import fingerprint
+from rftmega.run.conversion.target_folder import fingerprint
 from rftmega.run.evaluation.options import Candidate
 from rftmega.run.input_files import described, sources_of
 

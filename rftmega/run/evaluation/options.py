@@ -1,5 +1,5 @@
-"""Options of an evaluation: those of a run that decide which completions it generates and how they
-are scored; the others have their defaults.
+"""Builds the config of an evaluation: the options of a run that affect completions or their scores,
+and defaults for all other options.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -165,11 +165,11 @@ def _quoted(text: str) -> str:
 def loaded(
     given: str | Path | Mapping[str, Any], model: str, output: str, overrides: Sequence[str]
 ) -> RunConfig:
-    """Returns the config of an evaluation: the options of `given`, a run's YAML file or stored
-    options, which evaluation reads, with `overrides` on top. `model`: folder of the model;
-    `output`: where the results go.
+    """Returns the config of an evaluation (see `of_run`) from the options of a run, with
+    `overrides` on top. `given`: the run's YAML file, or its stored options; `model`: folder of the
+    model; `output`: folder of the results.
 
-    Raises ConfigError as `config.load` does, and if nothing says on what to evaluate.
+    Raises ConfigError as `config.load` does, and if the options name no evaluation set.
     """
     if isinstance(given, Mapping):
         given = _without_unread(given)
@@ -180,8 +180,8 @@ def loaded(
 
 
 def _without_unread(stored: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a run's stored options without trainer.eval_accuracy if the run evaluated nothing: its
-    reward and the prompts now decide who judges, as in a run that evaluates.
+    """Removes trainer.eval_accuracy from the stored options of a run without evaluation sets. Its
+    stored default then gives way to the default for the evaluation's own prompts and reward.
     """
     data, trainer = stored.get("data", {}), dict(stored.get("trainer", {}))
     if not (data.get("eval") or data.get("evals")):

@@ -30,8 +30,8 @@ def estimates(prompts: Prompts, answering: Answering) -> dict[str, Estimate]:
     """Returns the estimates of one set or group: pass@1, the mean of each reward component over n
     completions ("avg@<n> <component>"), pass@k and maj@k, for k = n and the k of `answering`.
 
-    Lost completions don't count. pass@k and maj@k are means over the prompts with at least k
-    others.
+    Lost completions (of rollouts that failed) don't count. pass@k and maj@k are means over the
+    prompts with at least k completions that are not lost.
     """
     n, part = answering.samples, answering.accuracy
     kept = [[each for each in own if each.scores] for own in prompts]
@@ -71,7 +71,9 @@ def _mean(values: Sequence[float]) -> float | None:
 def grouped(
     prompts: Iterable[Sequence[StoredCompletion]], group_of: Callable[[StoredCompletion], str]
 ) -> dict[str, list[Sequence[StoredCompletion]]]:
-    """Returns group -> its prompts, sorted by the groups' names. `group_of`: of a completion."""
+    """Returns group name -> completions of each of the group's prompts, sorted by name. `group_of`
+    returns the group of a completion.
+    """
     found: dict[str, list[Sequence[StoredCompletion]]] = {}
     for own in prompts:
         found.setdefault(group_of(own[0]), []).append(own)

@@ -1,4 +1,4 @@
-"""File with the completions of an evaluation, so that one that broke off goes on from there."""
+"""Stores the completions of an evaluation, so that an interrupted evaluation can resume."""
 
 import json
 import os
@@ -48,7 +48,9 @@ class Store:
     def add(
         self, found: Iterable[tuple[Evaluated, str | None]], step: int | None
     ) -> dict[Key, StoredCompletion]:
-        """Appends completions, each with its answer, and returns them. `step`: of the model."""
+        """Appends completions, each with its vote for maj@k. Returns them by key. `step`: the
+        training step of the evaluated model, if known.
+        """
         lines = [
             record_of(step or 0, each, self.decode)
             | {

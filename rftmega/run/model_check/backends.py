@@ -106,8 +106,8 @@ def of_backend(
 
 
 def of_itself(finding: Finding, uneven: float) -> Finding:
-    """Returns a finding about a backend; a problem becomes a note if transformers' own log-probs
-    change with the batch, by `uneven`.
+    """Turns a problem of a backend into a note if the comparison means nothing, since transformers'
+    own log-probs change with later tokens, by `uneven`. Returns any other finding unchanged.
     """
     if finding.state != "problem" or uneven <= TOLERANCE:
         return finding

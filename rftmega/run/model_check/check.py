@@ -79,7 +79,7 @@ class ModelCheck:
     def _numbers(
         self, found: weights.ReadConfig, tokenizer: Any, scratch: Path
     ) -> Iterator[Finding]:
-        """Yields the findings for which the model is built."""
+        """Yields the findings of all checks that need the built model."""
         config = read_json_object(self.folder / "config.json")
         files = open_quantised(self.folder, config)
         layers = truncated.layers_in(config, files.names)
@@ -117,8 +117,8 @@ class ModelCheck:
             gc.collect()
 
     def _chosen(self, files: HFFolder, layers: int, fewest: int, free: int) -> int:
-        """Returns the number of layers to check. `fewest`: as many as have one of each kind; `free`:
-        bytes of memory.
+        """Returns the number of layers to check. `fewest`: the smallest number of first layers that
+        include every kind of layer; `free`: bytes of free memory.
         """
         if self.layers is not None:
             return min(self.layers, layers)
@@ -154,7 +154,9 @@ class ModelCheck:
     def _sampled(
         self, model: Any, tokenizer: Any, positions: int, *, whole: bool
     ) -> Iterator[Finding]:
-        """Yields the findings about texts, which only a whole model can be asked for."""
+        """Yields the findings about the model's predictions and completions of text. They are
+        skipped for a copy of the first layers, which can't write text.
+        """
         if tokenizer is None or not whole:
             why = "no tokenizer" if tokenizer is None else "a copy of few layers writes no text"
             yield skipped("generation", why)

@@ -14,7 +14,8 @@ COLUMN = 22  # of the names of checks
 class Finding(NamedTuple):
     """Finding is the result of one check.
 
-    A note is a property of the folder that only some runs must know of; it is no problem.
+    A finding of the state "note" is no problem, but a property of the folder that matters to some
+    runs.
     """
 
     check: str
@@ -40,7 +41,9 @@ def problem(check: str, cause: str, change: str = "") -> Finding:
 
 
 def raised(check: str, error: BaseException) -> Finding:
-    """Returns the problem that an exception is. Messages of this package name cause and remedy."""
+    """Converts an exception that a check raised into a problem. Messages of this package's own
+    errors are taken whole, since they name cause and remedy.
+    """
     if isinstance(error, RFTMegaError):
         return problem(check, " ".join(str(error).split()))
     first = (described(error).strip().splitlines() or [type(error).__name__])[0]

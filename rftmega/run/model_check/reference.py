@@ -111,8 +111,9 @@ def of_logits(logits: Sequence[Tensor], config: dict[str, Any]) -> Iterator[Find
 
 
 def uneven(model: Any, rows: Sequence[Tensor], logits: Sequence[Tensor]) -> float:
-    """Returns the largest difference between log-probs that transformers gives the first quarters of
-    a row by themselves and within the row, whose `logits` [T, V] are given.
+    """Returns by how much the log-probs of a row's first tokens change with the tokens after them.
+    The first 1/4, 2/4 and 3/4 of each row are computed alone, and compared with the same tokens in
+    the `logits` [T, V] of the whole row. The result is the largest difference.
     """
     found = 0.0
     for row, whole in zip(rows, logits, strict=True):
@@ -123,7 +124,7 @@ def uneven(model: Any, rows: Sequence[Tensor], logits: Sequence[Tensor]) -> floa
 
 
 def of_uneven(difference: float) -> Finding:
-    """Returns the finding about a difference, found by `uneven`, that is more than rounding."""
+    """Returns the problem for a `difference`, computed by `uneven`, that exceeds rounding errors."""
     return problem(
         "logits",
         f"Transformers' own log-probs of a row's first tokens change by up to {difference:.1e} with the tokens that follow: "

@@ -189,7 +189,7 @@ def _template(tokenizer: Tokenizer) -> Iterator[Finding]:
 
 
 def _reason(error: Exception) -> str:
-    """Returns the template's own words in an error."""
+    """Returns the part of an error's message that the chat template itself wrote."""
     return str(error).rpartition("can't take it: ")[2].rstrip(".")
 
 

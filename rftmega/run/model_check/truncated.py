@@ -34,8 +34,8 @@ FILE_BYTES = 2 * 2**30
 
 
 def layers_in(config: Mapping[str, Any], names: Iterable[str]) -> int:
-    """Returns the number of decoder layers that config.json says; if it says none, the number of
-    layers that the tensors `names` are of.
+    """Returns the number of decoder layers in config.json; if config.json has no such field, the
+    number of layers that occur in the tensor `names`.
     """
     text = config.get("text_config")
     for fields in (text if isinstance(text, dict) else {}, config):
@@ -47,8 +47,8 @@ def layers_in(config: Mapping[str, Any], names: Iterable[str]) -> int:
 
 
 def shortened(config: Mapping[str, Any], layers: int, kept: int) -> dict[str, Any]:
-    """Returns config.json of a model with `layers` layers for its first `kept` ones: counts, lists
-    and texts with an entry for each layer, and lists of layers.
+    """Returns config.json for a copy with the first `kept` of `layers` layers. Changes numbers of
+    layers, lists and texts with one entry per layer, and lists of layer numbers.
     """
     found: dict[str, Any] = {}
     for name, value in config.items():
@@ -116,7 +116,9 @@ def kinds_of_layers(files: HFFolder, fields: Mapping[str, Any], layers: int) -> 
 
 
 def fewest_layers(kinds: Sequence[Any]) -> int:
-    """Returns the number of first layers among which each kind of layer is."""
+    """Returns the smallest number of first layers that include every kind of layer. `kinds`: the
+    kind of each layer.
+    """
     firsts = {kind: kinds.index(kind) for kind in kinds}
     return min(len(kinds), max(FEWEST, max(firsts.values(), default=0) + 1))
 

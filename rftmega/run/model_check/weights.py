@@ -290,7 +290,9 @@ def elements_of(folder: Path) -> int:
 
 
 def config_of(folder: Path) -> dict[str, Any]:
-    """Returns config.json with the fields of text_config, if it has one, above its own."""
+    """Returns the fields of config.json together with those of its text_config, which take
+    precedence.
+    """
     config = read_json_object(folder / "config.json")
     text = config.get("text_config")
     return {**config, **text} if isinstance(text, dict) else config

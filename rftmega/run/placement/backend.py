@@ -104,7 +104,7 @@ class TrainablePolicy(Trainable, Policy, Protocol):
         """Returns a teacher's numbers, see `core.interfaces.TeacherScorer`."""
 
     def learn_from(self, terms: Sequence[TeacherTerm]) -> None:
-        """Sets the comparisons with the teachers in `Experience.teachers`."""
+        """Sets the distillation terms of the loss, one per teacher of `Experience.teachers`."""
 
     @property
     def held_rows(self) -> HeldRows | None:
@@ -116,7 +116,7 @@ class TrainablePolicy(Trainable, Policy, Protocol):
 
     @property
     def logits_factor(self) -> float:
-        """Returns the factor of the logits behind the LM head and its soft cap."""
+        """Returns the constant by which the model multiplies its logits after LM head and soft cap."""
 
 
 class TrainableValues(Trainable, ValueModel, Protocol):

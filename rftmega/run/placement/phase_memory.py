@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from rftmega.config import RunConfig
 from rftmega.config.capabilities import backend_of
 from rftmega.core.types import Metrics
-from rftmega.model_providers.installed import uses_transformer_engine
+from rftmega.model_providers.optional_cuda_packages import uses_transformer_engine
 from rftmega.run.planning.memory import resident
 from rftmega.run.planning.models import GRADIENTS, POLICY, models_of
 from rftmega.run.planning.push_buffers import push_buffers

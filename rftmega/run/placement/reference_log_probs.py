@@ -42,7 +42,9 @@ class ReferenceLogProbs:
     """
 
     def __init__(self, config: RunConfig, model: TrainablePolicy, world: World):
-        """Reads the file, if it fits; every process must create the object, before training."""
+        """Reads the stored sums if the same reference computed them. Every process must create the
+        object, before training.
+        """
         self.model, self.world = model, world
         self.path = Path(config.trainer.output) / FILE
         self.made_by = made_by(config, model)
@@ -136,8 +138,8 @@ def write(path: Path, made: dict[str, str], sums: Sums) -> None:
 
 
 def read(path: Path, made: dict[str, str]) -> Sums:
-    """Returns the sums in the file by the checksum of the response; {} if there is no file, if
-    another model made it, or if it is broken.
+    """Returns checksum of a response -> its stored sum; {} if the file is missing, broken, or from
+    another model.
     """
     if not path.is_file():
         return {}

@@ -1,4 +1,4 @@
-"""Builds the teachers of a run, and gives the policy what it needs to be compared with them."""
+"""Builds the teachers of a run and the distillation terms of the policy's loss."""
 
 import logging
 from collections.abc import Sequence
@@ -43,8 +43,12 @@ def build(config: RunConfig, backend: Backend, *, is_main: bool) -> dict[str, Tr
 def terms_of(
     config: RunConfig, policy: TrainablePolicy, built: dict[str, TrainablePolicy]
 ) -> list[TeacherTerm]:
-    """Returns the comparison with each teacher whose divergence is part of the loss, with its LM head
-    where the policy's is. `built`: see `build`.
+    """Returns the distillation term of each teacher with signal=loss, in the order of
+    algorithm.teachers.
+
+    The divergence over the full vocabulary needs the teacher's LM head. A process that holds rows
+    of the policy's LM head therefore gets the teacher's rows of the same token ids. `built`: see
+    `build`.
     """
     found = []
     teachers = config.algorithm.teachers

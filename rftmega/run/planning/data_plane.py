@@ -41,8 +41,8 @@ def of_routes(config: RunConfig, experts: Experts | None) -> int:
 
 
 def of_teachers(config: RunConfig, models: Mapping[str, PlannedModel]) -> int:
-    """Returns the bytes per trained token that teachers say of it, if every row is taught; `models`:
-    the run's models by name.
+    """Returns the bytes of all teachers' scores per trained token, if every teacher teaches every
+    row; `models`: the run's models by name.
     """
     teachers, found = config.algorithm.teachers, 0
     for name, teacher in zip(names_of(teachers), teachers, strict=True):
@@ -60,7 +60,7 @@ def on_each_host(
     models: Mapping[str, PlannedModel] | None = None,
 ) -> dict[str, int]:
     """Returns kind -> bytes of host memory that all processes of a host share: "rollout" (tokens
-    and their data), "at_work" (while the log-prob mismatch is computed), "teachers" (what they say
+    and their data), "at_work" (while the log-prob mismatch is computed), "teachers" (their scores
     of the trained tokens), "replay" (the replay buffer).
 
     `experts`: experts of the policy, None if it is dense. `models`: the run's models by name.
@@ -95,7 +95,7 @@ def seconds(config: RunConfig, hosts: int, *, nic: float, token: float) -> dict[
 
     Hosts exchange their parts in a ring: with h hosts, 2 (h - 1) / h of all bytes go through the
     network card of each host. `hosts`: number of hosts; `nic`: bytes per second of a network card;
-    `token`: seconds per token of the one process of each host that computes.
+    `token`: seconds per token on the one process of each host that handles the rollouts.
     """
     passes = 1 + (config.algorithm.kl.coef > 0)  # of two numbers a token each
     moved = COMPLETIONS + NUMBER * (2 * passes + config.algorithm.advantage.needs_critic)

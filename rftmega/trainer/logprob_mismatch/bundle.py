@@ -125,8 +125,10 @@ def _built(about: dict[str, Any], tensors: dict[str, Tensor]) -> GapBundle:
 
 
 def rows_under_other_prompts(rows: Rows) -> tuple[Rows, Tensor]:
-    """Returns rows that combine each completion of `rows` with every different prompt of another
-    row, and pairs (row of the completion, row of the prompt) as a tensor [rows returned, 2] int64.
+    """Combines each completion with the prompts of all other rows. Returns the new rows, and an
+    int64 tensor [new rows, 2] of pairs (row of the completion, row of the prompt) in `rows`.
+
+    Other rows with the completion's own prompt are left out.
     """
     made: list[tuple[Tensor, Tensor, int]] = []  # tokens and mask of each, prompt length
     pairs: list[tuple[int, int]] = []

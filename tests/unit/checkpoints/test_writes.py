@@ -25,7 +25,7 @@ from rftmega.checkpoints.distributed import (
 from rftmega.checkpoints.reader import MANIFEST, read_manifest
 from rftmega.checkpoints.retention import LATEST, point_to
 from rftmega.checkpoints.snapshot import Snapshot
-from rftmega.checkpoints.training import write_rank, write_whole
+from rftmega.checkpoints.training_files import write_rank, write_whole
 from rftmega.models.hf.hf_folder import (
     PlannedTensor,
     _Summed,

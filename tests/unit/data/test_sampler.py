@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rftmega.checkpoints.states import joined, put_together, taken_apart
+from rftmega.checkpoints.state_split import joined, put_together, taken_apart
 from rftmega.config import DataConfig
 from rftmega.data.examples import load_examples
 from rftmega.data.sampler import MixedOrder, PromptOrder, cycle, order_of

@@ -11,7 +11,7 @@ from rftmega.config.options.algorithms import GAE, TokenImportance
 from rftmega.config.options.speculative import DraftModel, LookupDrafts
 from rftmega.config.options.teachers import Teacher
 from rftmega.core.errors import ConfigError
-from rftmega.model_providers.installed import Installed
+from rftmega.model_providers.optional_cuda_packages import Installed
 from rftmega.models.hf.export_folder import MARK
 from rftmega.run import preflight as checks
 from rftmega.run.placement import engines

@@ -7,8 +7,8 @@ import pytest
 import yaml
 
 from rftmega import config as configuration
-from rftmega.config.names import rows
 from rftmega.config.tree import unions
+from rftmega.config.unknown_options import rows
 from rftmega.core.errors import ConfigError
 from rftmega.run.foreign_source import Source, read_trl, read_verl
 from rftmega.run.translation import translated

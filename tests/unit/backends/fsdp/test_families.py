@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from rftmega.backends.decoder import describe
 from rftmega.backends.decoder.parameter_places import Placed, places_of, plans_of, read
 from rftmega.backends.fsdp import module as fsdp_module
-from rftmega.backends.fsdp.feed import feed
+from rftmega.backends.fsdp.decoder_inputs import feed
 from rftmega.backends.fsdp.module import Built
 from rftmega.backends.fsdp.sharding import materialise
 from rftmega.backends.fsdp.support import refusal_to_pack

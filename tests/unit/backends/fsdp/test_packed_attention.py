@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rftmega.backends.fsdp import packed_attention
-from rftmega.backends.fsdp.feed import feed
+from rftmega.backends.fsdp.decoder_inputs import feed
 from rftmega.backends.fsdp.packed_attention import Edges, takes_rows
 from tests.tiny_decoders import save_decoder
 from tests.unit.backends.fsdp.test_families import TEMPERATURE, loaded, of_transformers, rows

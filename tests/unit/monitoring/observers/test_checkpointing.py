@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from rftmega.checkpoints.states import KEY, joined, put_together, taken_apart
+from rftmega.checkpoints.state_split import KEY, joined, put_together, taken_apart
 from rftmega.config import load
 from rftmega.core.errors import OutputError
 from rftmega.core.types import Prompt

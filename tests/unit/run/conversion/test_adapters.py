@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from rftmega.core.errors import CheckpointError, ConfigError
 from rftmega.models.hf.peft_folder import PEFTFolder
-from rftmega.run.conversion import adapters, plain
+from rftmega.run.conversion import adapters, plain_safetensors
 from tests import plain_adapters
 from tests.tiny_decoders import save_decoder
 from tests.tiny_models import save_tiny
@@ -147,7 +147,7 @@ def test_a_merge_that_was_broken_off_goes_on(
 ) -> None:
     with_pairs(folder, tmp_path / "adapter")
     adapters.merge(folder, tmp_path / "adapter", tmp_path / "whole")
-    monkeypatch.setattr(plain, "FILE_BYTES", 100_000)
+    monkeypatch.setattr(plain_safetensors, "FILE_BYTES", 100_000)
     written: list[str] = []
     write = adapters.write_shard
 

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rftmega.backends.fsdp.feed import feed
+from rftmega.backends.fsdp.decoder_inputs import feed
 from rftmega.core.ragged import Ragged
 from rftmega.core.types import Experience
 from tests.layouts import rows_of

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from rftmega.checkpoints.states import joined, put_together, taken_apart
+from rftmega.checkpoints.state_split import joined, put_together, taken_apart
 from rftmega.core.media_positions import PlacedImage, RowImages
 from rftmega.core.ragged import Ragged
 from rftmega.core.types import Completion, Experience, Prompt, Rows, Samples

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rftmega.config import ModelConfig, RunConfig
-from rftmega.run.balancing import tell_balancing
+from rftmega.run.ignored_load_balancing import tell_balancing
 from rftmega.run.process import joined
 from rftmega.runtime.parallel.process_group import World
 

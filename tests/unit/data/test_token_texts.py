@@ -2,7 +2,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from rftmega.data.pieces import Pieces
+from rftmega.data.token_texts import Pieces
 
 BYTES = Tokenizer(
     models.BPE({c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}, merges=[])

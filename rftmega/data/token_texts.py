@@ -1,4 +1,4 @@
-"""Pieces returns the text of each token of a completion."""
+"""Pieces splits the text of a completion into the texts of its tokens."""
 
 from collections.abc import Callable, Sequence
 
@@ -6,7 +6,7 @@ INCOMPLETE = "\N{REPLACEMENT CHARACTER}"  # the decoding of an incomplete charac
 
 
 class Pieces:
-    """Pieces splits the text of a completion into the texts of its tokens.
+    """Pieces returns the text of each token of a completion.
 
     The texts of all tokens concatenate to the text of the completion; a character encoded by
     several tokens belongs to the last of these tokens.

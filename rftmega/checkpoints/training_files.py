@@ -20,7 +20,7 @@ from torch import Tensor
 from rftmega.checkpoints.distributed import Boxed, file_bytes, finish, write_json, write_pieces
 from rftmega.checkpoints.reader import Reader, Stored, read_checked
 from rftmega.checkpoints.snapshot import Snapshot
-from rftmega.checkpoints.states import Tensors, joined
+from rftmega.checkpoints.state_split import Tensors, joined
 from rftmega.core.errors import CheckpointError
 from rftmega.core.shards import ShardBox
 

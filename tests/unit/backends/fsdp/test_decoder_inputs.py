@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from rftmega.backends.fsdp.feed import feed
+from rftmega.backends.fsdp.decoder_inputs import feed
 from rftmega.backends.fsdp.packed_attention import EDGES, rows_by_length
 
 CPU = torch.device("cpu")

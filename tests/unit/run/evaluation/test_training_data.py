@@ -7,7 +7,13 @@ import pytest
 
 from rftmega.core.errors import ConfigError
 from rftmega.core.types import Prompt
-from rftmega.run.evaluation.kept import completions_in, kept, refuse_existing, scored, write
+from rftmega.run.evaluation.training_data import (
+    completions_in,
+    kept,
+    refuse_existing,
+    scored,
+    write,
+)
 
 LINES = [
     (0, "wrong", {"reward": 0.5, "exact_match": 0.0}, ""),

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from rftmega.config import ParallelConfig
-from rftmega.model_providers import installed as found_here
+from rftmega.model_providers import optional_cuda_packages as found_here
 from rftmega.model_providers.description import ModelDescription, describe
 from rftmega.model_providers.hf_config import read_hf_config
-from rftmega.model_providers.installed import Installed, fused_kernels, version_of
+from rftmega.model_providers.optional_cuda_packages import Installed, fused_kernels, version_of
 from tests.tiny_models import save_tiny
 
 NOTHING = {

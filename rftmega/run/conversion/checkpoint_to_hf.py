@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rftmega.checkpoints.frozen_weights import share_of
 from rftmega.checkpoints.reader import PROGRESS
-from rftmega.checkpoints.training import StoredModel, TrainingReader
+from rftmega.checkpoints.training_files import StoredModel, TrainingReader
 from rftmega.converters import FAMILIES, stacks_of
 from rftmega.core.errors import CheckpointError
 from rftmega.models.hf import export_folder, peft_folder
@@ -28,7 +28,7 @@ from rftmega.models.hf.quantised_folder import open_quantised
 from rftmega.models.hf.stacked_files import Stacking
 from rftmega.run.conversion import adapters
 from rftmega.run.conversion.convert import FolderTensors
-from rftmega.run.conversion.target import FILE_BYTES, Progress, begin, note, written_alone
+from rftmega.run.conversion.target_folder import FILE_BYTES, Progress, begin, note, written_alone
 
 CRITIC, WEIGHTS, HEAD, SCORE = "critic", "weights", "lm_head.weight", "score.weight"
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from rftmega.config import load
-from rftmega.config.names import closest, named_elsewhere, rows, unknown
 from rftmega.config.tree import options, sections, unions
+from rftmega.config.unknown_options import closest, named_elsewhere, rows, unknown
 from rftmega.core.errors import ConfigError
 
 PAGE = Path(__file__).parents[3] / "docs/from_other_systems.md"

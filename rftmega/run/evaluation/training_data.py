@@ -1,4 +1,6 @@
-"""Writes what an evaluation found as training data: right completions, and mean scores of prompts."""
+"""Writes the results of an evaluation as training data: right completions, and mean scores of
+prompts.
+"""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,7 +19,7 @@ Completions = Mapping[tuple[str, int], Sequence[Mapping[str, Any]]]
 
 
 def completions_in(file: Path) -> Completions:
-    """Returns (set, index of the prompt) -> the completions that an evaluation stored of it."""
+    """Returns (set, index of the prompt) -> the prompt's completions in an evaluation's file."""
     found: dict[tuple[str, int], list[Mapping[str, Any]]] = {}
     for line in file.read_text(encoding="utf-8").splitlines():
         each = parse_json(line)
@@ -30,8 +32,9 @@ def kept(
     prompts: Mapping[str, Sequence[Prompt]], stored: Completions, *, judge: str, response_key: str
 ) -> Iterator[dict[str, Any]]:
     """Yields a record per right completion: the prompt's record, the completion under
-    `response_key`, and the mean reward. An empty completion is left out: it can't be trained on.
-    `judge`: the reward component that says what is right.
+    `response_key`, and the mean reward of the prompt's completions. Empty completions are left out,
+    since nothing can be trained on them. `judge`: the reward component whose score decides whether
+    a completion is right.
     """
     for record, completions in _records(prompts, stored):
         for each in completions:

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from rftmega.converters.dropout_fields import drops
-from rftmega.model_providers.learning_mode import allow_recomputation, learn
+from rftmega.model_providers.training_mode import allow_recomputation, learn
 from rftmega.model_providers.transformers_decoders import layers_of
 from tests.tiny_decoders import FAMILIES, tiny
 

@@ -20,7 +20,7 @@ from rftmega.backends.decoder.adapted_layers import adapted_of
 from rftmega.backends.decoder.describe import read_config
 from rftmega.backends.decoder.tensor_plan import styles_of
 from rftmega.core.errors import CheckpointError, ConfigError
-from rftmega.model_providers.accepting_backends import refusal_of
+from rftmega.model_providers.backend_support import refusal_of
 from rftmega.model_providers.description import FAMILIES, describe
 from rftmega.model_providers.hf_config import read_hf_config
 from rftmega.model_providers.transformers_decoders import on_meta

@@ -11,7 +11,7 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-from rftmega.sandbox import plain, program
+from rftmega.sandbox import json_values, program
 
 # No comparison and no arithmetic: an object asked whether it equals 4 would learn the
 # expected value.
@@ -33,7 +33,7 @@ class Served:
         self.handles: dict[int, int] = {}
 
     def encode(self, value: Any) -> Any:
-        return plain.encode(value, self.hand_out)
+        return json_values.encode(value, self.hand_out)
 
     def hand_out(self, value: Any) -> Any:
         if isinstance(value, types.ModuleType):
@@ -59,7 +59,7 @@ class Served:
         return ["object", [self.handles[id(value)], where, str(kind.__qualname__), bases]]
 
     def decode(self, held: Any) -> Any:
-        return plain.decode(held, self.take_back)
+        return json_values.decode(held, self.take_back)
 
     def take_back(self, tag: str, rest: Any) -> Any:
         if tag == "object":

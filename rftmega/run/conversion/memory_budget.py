@@ -20,7 +20,8 @@ class Room:
     budget; it first waits until they are free, or until no other thread has any.
 
     Freed memory stays with the process and is reused, since the kernel takes longer to supply fresh
-    pages than a copy takes. Around a tensor larger than SPARE it is returned to the kernel.
+    pages than a copy takes. Before and after a request for more than SPARE bytes, freed memory is
+    returned to the kernel.
     """
 
     def __init__(self, limit: int):

@@ -1,5 +1,5 @@
-"""Writes the weights of a folder as plain safetensors: quantised ones in the model's dtype, and those
-of PyTorch's own files as they are. Folders are read one tensor at a time.
+"""Writes the weights of a folder as plain safetensors. Quantised weights are written in the model's
+dtype, weights of PyTorch's own files (*.bin) in theirs. Folders are read one tensor at a time.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,7 +22,7 @@ from rftmega.models.hf.hf_folder import (
 )
 from rftmega.models.hf.pickled_files import PickledFolder
 from rftmega.models.hf.quantised_folder import is_quantised, open_quantised
-from rftmega.run.conversion.target import (
+from rftmega.run.conversion.target_folder import (
     FILE_BYTES,
     Progress,
     begin,

@@ -92,11 +92,12 @@ def _alike(a: str, b: str) -> float:
 
 
 def named_elsewhere(name: str, value: Any = None, *, whole: bool = True) -> list[Named]:
-    """Returns at most MOST_NAMED options of other frameworks with the name `name`, or else those of
-    the section around it; of each framework the one about `value`, if there is one.
+    """Returns at most MOST_NAMED rows of the tables that explain the option `name` of another
+    framework.
 
-    With `whole` False, `name` may lack sections of the option: `max_num_seqs` for
-    `rollout.max_num_seqs`.
+    If no table has a row for `name`, the result is that of `_around`. If a framework has a row
+    about `value`, its other rows are left out. With `whole` False, `name` may lack the section of
+    the option: `max_num_seqs` finds the row of `rollout.max_num_seqs`.
     """
     bare = _bare(name)
     if not whole:
@@ -107,10 +108,13 @@ def named_elsewhere(name: str, value: Any = None, *, whole: bool = True) -> list
 
 
 def _around(name: str, ours: Collection[str]) -> list[Named]:
-    """Returns the rows of the innermost section around an option that has a row; if it is in a
-    section of ours, the rows of its last part: TRL's epsilon, for trainer.epsilon.
+    """Returns the rows that explain an option for which no table has a row of its own.
 
-    `ours`: the sections that this project has as well.
+    If the option's section is in `ours`, the user has put another framework's option into a section
+    of this project. The rows are then those of the option's last part: of TRL's `epsilon` for
+    `trainer.epsilon`. Otherwise the rows are those of the innermost enclosing section that has any.
+
+    `ours`: the names of this project's sections.
     """
     around, _, leaf = name.rpartition(".")
     if around in ours:
@@ -128,8 +132,8 @@ def _bare(name: str) -> str:
 
 
 def _unlike_ours(name: str) -> list[Named]:
-    """Returns the options whose last part is that of `name`, if all of them have the same
-    counterpart; otherwise which one is meant is unknown.
+    """Returns the rows of all options whose last part equals that of `name`, if these rows agree on
+    the counterpart. Returns [] if they don't, since the user may mean any of them.
     """
     leaf = name.rpartition(".")[2]
     found = [row for row in rows() if row.name.rpartition(".")[2] == leaf]
@@ -147,8 +151,10 @@ def _of_value(found: Sequence[Named], value: Any) -> list[Named]:
 
 
 def row_of(system: str, name: str, value: Any) -> Named | None:
-    """Returns the row of an option of one framework: the one about `value`, that for all values, one
-    about another value, or that of the section around it; None if there is none.
+    """Returns the row that explains an option of one framework; None if there is no such row.
+
+    The order of preference is: a row about `value`, a row for all values, a row about another
+    value, a row of an enclosing section.
     """
     found = [row for row in rows() if row.system == system and row.name == _bare(name)]
     about = [row for row in found if row.value and row.value == spelt(value)]
@@ -196,10 +202,11 @@ def _read(system: str, left: str, right: str) -> list[Named]:
 
 
 def _theirs_in(cell: str) -> list[list[tuple[str, str, str]]]:
-    """Returns the options in a table's left cell, each as a list of (name, value, default), with
-    several elements for other spellings, after a slash.
+    """Returns the options in a table's left cell. Each option is a list of (name, value, default),
+    one for each of its spellings, which a slash separates in the cell.
 
-    A name without a section is in that of the name before; `=value` belongs to the name before.
+    A name without a section belongs to the section of the name before it. A lone `=value` belongs
+    to the name before it.
     """
     found: list[list[tuple[str, str, str]]] = []
     name, end = "", 0
