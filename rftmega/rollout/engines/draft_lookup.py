@@ -8,6 +8,7 @@ vLLM builds `LookupProposer` in its worker (`speculative_config.method`: custom_
 import zlib
 from array import array
 from collections.abc import Iterator, Sequence
+from copy import copy
 from itertools import islice
 from math import log
 from typing import Any, NamedTuple
@@ -144,11 +145,13 @@ class LookupDrafter:
     only changes guesses.
     """
 
-    def __init__(self, longest: int, *, least: float, most_rows: int):
+    def __init__(self, longest: int, *, least: float, most_rows: int, ends: Sequence[int] = ()):
         """`longest`: most tokens of a draft. `least`: probability of acceptance below which tokens
-        are not drafted. `most_rows`: with more requests than this, nothing is drafted.
+        are not drafted. `most_rows`: with more requests than this, nothing is drafted or remembered,
+        which would take time from all. `ends`: tokens that end a completion; nothing is drafted or remembered after them.
         """
         self._longest, self._least, self._most_rows = longest, least, most_rows
+        self._ends = frozenset(ends)
         self._history = TokenHistory()
         self._known: dict[int, int] = {}  # number of a prompt -> tokens appended before it
         self._requests: dict[tuple[int, bytes], list[FollowedRequest]] = {}
@@ -158,28 +161,47 @@ class LookupDrafter:
         self, sampled: Sequence[Sequence[int]], lengths: NDArray[np.int32], tokens: Tokens
     ) -> list[list[int]]:
         """Returns a draft, maybe empty, for each row. `sampled`: the tokens that each row has just
-        got, none for a row whose prompt isn't processed yet. `lengths`: tokens of each row with
-        these. `tokens`: [rows, at least the longest length].
+        got, none for a row that had no part in the step; some may come after the end of the
+        completion. `lengths`: tokens of each row with these. `tokens`: [rows, at least the longest
+        length].
         """
+        if sum(map(bool, sampled)) > self._most_rows:
+            self._requests = {}
+            return [[] for _ in sampled]
         requests: dict[tuple[int, bytes], list[FollowedRequest]] = {}
         drafts: list[list[int]] = []
-        busy = sum(map(bool, sampled)) > self._most_rows
         for row, new in enumerate(sampled):
-            if not new:
-                drafts.append([])
-                continue
+            drafts.append([])
             length = int(lengths[row])
-            begin = max(0, length - len(new) - SIZES[0])
-            context = tokens[row, begin:length].tobytes()
-            request = self._request(tokens[row], length - len(new))
+            if not new:
+                self._keep(requests, tokens[row], length)
+                continue
+            before = length - len(new)
+            ends = [place for place, token in enumerate(new, start=1) if token in self._ends]
+            kept = new[: ends[0]] if ends else new
+            context = tokens[row, max(0, before - SIZES[0]) : before + len(kept)].tobytes()
+            request = self._request(tokens[row], before)
             self._count(request, new)
-            self._remember(request, context, new)
-            request.draft = [] if busy else self._draft(request, context)
-            drafts.append(request.draft)
+            self._remember(request, context, kept)
+            if ends:
+                continue
+            request.draft = self._draft(request, context)
+            drafts[-1] = request.draft
             key = length, context[-BYTES * SIZES[0] :]
             requests.setdefault(key, []).append(request)
         self._requests = requests
         return drafts
+
+    def _keep(
+        self,
+        requests: dict[tuple[int, bytes], list[FollowedRequest]],
+        tokens: Tokens,
+        length: int,
+    ) -> None:
+        """Keeps a request that had no part in the step, if it is known, in `requests`."""
+        key = length, tokens[max(0, length - SIZES[0]) : length].tobytes()
+        if found := self._requests.get(key):
+            requests.setdefault(key, []).append(found.pop())
 
     def _request(self, tokens: Tokens, length: int) -> FollowedRequest:
         """Returns the request whose tokens, before this step, were the first `length` ones."""
@@ -248,18 +270,31 @@ class LookupDrafter:
             return []
         request.source = best
         length = self._rates[best].length(self._longest, self._least)
-        return list(islice(self._history.after(place), length))
+        draft = []
+        for token in islice(self._history.after(place), length):
+            draft.append(token)
+            if token in self._ends:
+                break
+        return draft
 
 
 class LookupProposer:
     """LookupProposer is the proposer that vLLM builds in its worker and asks after each step."""
 
     def __init__(self, vllm_config: Any):
+        chosen = vllm_config.speculative_config
+        # vLLM 0.32 verifies token 0 as the draft of all rows of a step if one row is so long that a
+        # draft model, which this is not, could not draft after it
+        chosen.draft_model_config = copy(chosen.draft_model_config)
+        chosen.draft_model_config.max_model_len += chosen.num_speculative_tokens
         given = vllm_config.additional_config["rftmega_drafts"]
+        eos = vllm_config.model_config.hf_text_config.eos_token_id
+        of_model = [eos] if isinstance(eos, int) else eos or []
         self.drafts = LookupDrafter(
-            vllm_config.speculative_config.num_speculative_tokens,
+            chosen.num_speculative_tokens,
             least=given["least"],
             most_rows=given["most_rows"],
+            ends=[*given["ends"], *of_model],
         )
 
     def load_model(self, target_model: Any) -> None:

@@ -71,7 +71,8 @@ class SamplingVerifier(RejectionSampler):
                 if drafts[row][position : position + 1] == [token]:
                     agreeing.append(row)
                 else:
-                    self.counts.add(len(drafts[row]), position)
+                    # -1: a placeholder, by which vLLM fills up a batch for a CUDA graph
+                    self.counts.add(sum(token >= 0 for token in drafts[row]), position)
             rows = agreeing
             if not rows:
                 break

@@ -251,7 +251,7 @@ class TransformersEngine(Engine):
         positions = self._positions(request)
         seen = 0
         routes: list[Tensor] = []
-        limit = min(request.limit(self.longest), self.row_tokens - len(request.token_ids))
+        limit = request.limit(self.longest, self.row_tokens)
         caches = self._has_right_cache() or bool(media)
         cache = self._empty_cache()
         while len(ids) < limit and not self._has_stopped(ids):

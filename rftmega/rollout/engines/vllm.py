@@ -64,6 +64,7 @@ from rftmega.rollout.engines.image_prompts import (  # noqa: E402
 )
 from rftmega.rollout.engines.speculative_verification import install  # noqa: E402
 from rftmega.rollout.engines.vllm_models import (  # noqa: E402
+    engine_row_tokens,
     limits_of,
     model_arguments,
     prefill_arguments,
@@ -225,7 +226,7 @@ class VLLMEngine(Engine):
         self._routed = routed
         if routed and on_cuda:
             serves["enable_return_routed_experts"] = True
-        speculation = speculation_arguments(folder, config)
+        speculation = speculation_arguments(folder, config, on_cuda=on_cuda, stop_ids=stop_ids)
         if speculation:
             install()
         self._quantised = config.quantization == "fp8"
@@ -243,7 +244,7 @@ class VLLMEngine(Engine):
                     dtype=precision,
                     tensor_parallel_size=config.tensor,
                     distributed_executor_backend="external_launcher",
-                    max_model_len=config.max_row_tokens,
+                    max_model_len=engine_row_tokens(folder, config),
                     max_num_seqs=config.max_batch,
                     enforce_eager=not on_cuda,
                     # of the sampling distribution, including temperature
@@ -347,7 +348,7 @@ class VLLMEngine(Engine):
             **sampling._asdict(),
             **stop_strings(self.config),
             seed=request.seed,
-            max_tokens=request.limit(self.longest),
+            max_tokens=request.limit(self.longest, self.row_tokens),
             logprobs=0,  # of the sampled token only
             stop_token_ids=self.stop_ids,
             # only our stop tokens count, whatever eos the model's config has

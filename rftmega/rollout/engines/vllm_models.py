@@ -2,6 +2,7 @@
 vLLM would read differently.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -119,7 +120,7 @@ def prefill_arguments(
         return {}
     whole: dict[str, Any] = {
         "enable_chunked_prefill": False,
-        "max_num_batched_tokens": max(CPU_STEP_TOKENS, config.max_row_tokens),
+        "max_num_batched_tokens": max(CPU_STEP_TOKENS, engine_row_tokens(folder, config)),
     }
     if has_recurrent_layers(folder):
         return whole | {"enable_prefix_caching": False}
@@ -149,6 +150,22 @@ def has_recurrent_layers(folder: str | Path) -> bool:
     return not RECURRENT.isdisjoint(kinds or ())
 
 
+def engine_row_tokens(folder: str | Path, config: RolloutConfig) -> int:
+    """Returns vLLM's `max_model_len`: the most tokens of a prompt and its response. With a draft
+    model, those of a draft are added, as far as the model in `folder` has positions for them: if a
+    draft after the longest row of a step would not fit, vLLM 0.32 verifies token 0 as the draft of
+    all rows.
+    """
+    if not isinstance(config.speculative, DraftModel):
+        return config.max_row_tokens
+    said = read_json_object(Path(folder) / "config.json")
+    positions = (said.get("text_config") or said).get("max_position_embeddings")
+    wanted = config.max_row_tokens + config.speculative.draft_tokens
+    if isinstance(positions, int):
+        return max(config.max_row_tokens, min(wanted, positions))
+    return wanted
+
+
 def forbids_drafts(folder: str | Path, chosen: str) -> str:
     """Returns why the model in `folder` can't decode speculatively: rejected tokens have changed
     the state of recurrent layers; "" if it can. `chosen`: rollout.speculative.type.
@@ -161,9 +178,12 @@ def forbids_drafts(folder: str | Path, chosen: str) -> str:
     )
 
 
-def speculation_arguments(folder: str | Path, config: RolloutConfig) -> dict[str, Any]:
-    """Returns the keyword arguments of `vllm.LLM` for rollout.speculative; {} without it. Raises
-    EngineError if the model in `folder` does not allow it.
+def speculation_arguments(
+    folder: str | Path, config: RolloutConfig, *, on_cuda: bool, stop_ids: Sequence[int] = ()
+) -> dict[str, Any]:
+    """Returns the keyword arguments of `vllm.LLM` for rollout.speculative; {} without it.
+    `stop_ids`: tokens that end a completion, as far as they are known; nothing is drafted after
+    them. Raises EngineError if the model in `folder` does not allow it.
     """
     drafts = config.speculative
     if not isinstance(drafts, LookupDrafts | DraftModel):
@@ -171,7 +191,7 @@ def speculation_arguments(folder: str | Path, config: RolloutConfig) -> dict[str
     if reason := forbids_drafts(folder, drafts.type):
         raise EngineError(reason)
     if isinstance(drafts, DraftModel):
-        chosen = {
+        chosen: dict[str, Any] = {
             "method": "draft_model",
             "model": drafts.path,
             # the policy's weights are random until the first push
@@ -180,9 +200,19 @@ def speculation_arguments(folder: str | Path, config: RolloutConfig) -> dict[str
         options: dict[str, Any] = {}
     else:
         chosen = {"method": "custom_class", "model": LOOKUP}
-        options = {"least": drafts.least_acceptance, "most_rows": drafts.most_rows}
+        options = {
+            "least": drafts.least_acceptance,
+            "most_rows": drafts.most_rows,
+            "ends": list(stop_ids),
+        }
+    chosen["num_speculative_tokens"] = drafts.draft_tokens
+    if not on_cuda:
+        # with a table of batch sizes, vLLM does not verify placeholders to fill up a CUDA graph
+        chosen["num_speculative_tokens_per_batch_size"] = [
+            [1, config.max_batch, drafts.draft_tokens]
+        ]
     return {
-        "speculative_config": chosen | {"num_speculative_tokens": drafts.draft_tokens},
+        "speculative_config": chosen,
         "additional_config": {"rftmega_drafts": options},
     }
 

@@ -1,5 +1,6 @@
 """Requests for completions, and the interface through which an engine receives them."""
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
@@ -20,11 +21,13 @@ class Request(NamedTuple):
     most: int = 0  # maximum tokens of the completion; 0: the engine's limit
     answered: int = 0  # number of tokens at the end of `token_ids` that begin the completion
 
-    def limit(self, longest: int) -> int:
+    def limit(self, longest: int, row_tokens: int = sys.maxsize) -> int:
         """Returns how many more tokens an engine may generate: the request's limit or, if smaller,
-        `longest`, the engine's own limit on a completion, less the tokens generated before.
+        `longest`, the engine's own limit on a completion, less the tokens generated before; and no
+        more than fit into a row of `row_tokens`, the context included.
         """
-        return (min(self.most, longest) if self.most else longest) - self.answered
+        left = (min(self.most, longest) if self.most else longest) - self.answered
+        return min(left, row_tokens - len(self.token_ids))
 
 
 class Requests(Protocol):

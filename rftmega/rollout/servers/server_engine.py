@@ -114,7 +114,12 @@ class ServerEngine(Engine):
         key = _given_key() if elsewhere else secrets.token_urlsafe(32)
         self._tls = ssl.create_default_context(cafile=config.tls_ca) if config.tls_ca else None
         self._arguments = arguments_of(
-            folder, config, dtype=dtype, adapter_rank=adapter_rank, unquantised=unquantised
+            folder,
+            config,
+            dtype=dtype,
+            adapter_rank=adapter_rank,
+            unquantised=unquantised,
+            stop_ids=stop_ids,
         )
         self.draft_tokens = config.speculative.draft_tokens
         self._environment = environment_of(key, speculates=self.draft_tokens > 0)
@@ -541,7 +546,7 @@ class ServerEngine(Engine):
         return {
             **sampling._asdict(),
             "seed": request.seed,
-            "max_tokens": request.limit(self.config.max_response_tokens),
+            "max_tokens": request.limit(self.config.max_response_tokens, self.row_tokens),
             "logprobs": 0,
             "stop_token_ids": self.stop_ids,
             "ignore_eos": True,

@@ -9,6 +9,7 @@ from typing import Any
 from rftmega.config import RolloutConfig, RunConfig, served_rank
 from rftmega.rollout.engines.plugin import VERIFIER
 from rftmega.rollout.engines.vllm_models import (
+    engine_row_tokens,
     limits_of,
     model_arguments,
     prefill_arguments,
@@ -35,9 +36,11 @@ def arguments_of(
     dtype: str,
     adapter_rank: int = 0,
     unquantised: Sequence[str] = (),
+    stop_ids: Sequence[int] = (),
 ) -> list[str]:
     """Returns the command-line arguments of `vllm serve` for the model in `folder`; the server then
-    has random weights until a push. `dtype`: dtype of the weights, "auto" for the trainer's;
+    has random weights until a push. `stop_ids`: tokens that end a completion, as far as they are
+    known. `dtype`: dtype of the weights, "auto" for the trainer's;
     `adapter_rank`: rank of the LoRA adapter to serve, 0: none; `unquantised`: names of modules that
     keep their precision under rollout.quantization.
     """
@@ -49,7 +52,7 @@ def arguments_of(
         "load-format": "dummy",
         "dtype": dtype,
         "tensor-parallel-size": config.tensor,
-        "max-model-len": config.max_row_tokens,
+        "max-model-len": engine_row_tokens(folder, config),
         "max-num-seqs": config.max_batch,
         "logprobs-mode": "processed_logprobs",
         "weight-transfer-config": json.dumps({"backend": config.transport}),
@@ -78,7 +81,7 @@ def arguments_of(
         flags.append("--skip-tokenizer-init")  # image processors and stop strings need it
     written_as = described(unquantised) if config.quantization == "fp8" else None
     given = prefill_arguments(folder, config, on_cuda=on_cuda)
-    if speculation := speculation_arguments(folder, config):
+    if speculation := speculation_arguments(folder, config, on_cuda=on_cuda, stop_ids=stop_ids):
         given |= speculation
         arguments["worker-extension-cls"] = DRAFTING_WORKER
     given |= model_arguments(folder, on_cuda=on_cuda, written_as=written_as)

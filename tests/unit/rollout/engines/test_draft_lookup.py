@@ -128,16 +128,16 @@ def test_a_row_whose_prompt_is_not_processed_has_no_draft() -> None:
     assert batch.step([], [21]) == [[], TEXT[1:5]]
 
 
-def test_with_too_many_rows_nothing_is_drafted_but_all_is_remembered() -> None:
+def test_with_too_many_rows_nothing_is_drafted_or_remembered() -> None:
     lookup = drafts(most_rows=1)
     batch = Batch(lookup, rows=2)
     batch.begin(PROMPT, 0)
     batch.begin(PROMPT, 1)
-    for token in TEXT:
+    for token in TEXT[:4]:
         assert batch.step([token], [token]) == [[], []]
-    alone = Batch(lookup)
-    alone.begin(PROMPT)
-    assert alone.step(TEXT[:1]) == [TEXT[1:5]]
+    assert lookup._history.appended == 0
+    # one has ended; the other goes on, and its context is known from now on
+    assert [batch.step([token], [])[0] for token in (*TEXT[4:7], *TEXT[:2])][-1] == TEXT[2:6]
 
 
 def test_drafts_get_shorter_and_stop_where_they_are_rejected_and_are_tried_again() -> None:
@@ -197,10 +197,46 @@ def test_a_prompt_whose_tokens_are_gone_is_added_again() -> None:
 
 def test_vllm_builds_it_from_the_options_of_the_run() -> None:
     config = SimpleNamespace(
-        additional_config={"rftmega_drafts": {"least": 0.3, "most_rows": 8}},
-        speculative_config=SimpleNamespace(num_speculative_tokens=2),
+        additional_config={"rftmega_drafts": {"least": 0.3, "most_rows": 8, "ends": [24]}},
+        model_config=SimpleNamespace(hf_text_config=SimpleNamespace(eos_token_id=23)),
+        speculative_config=SimpleNamespace(
+            num_speculative_tokens=3, draft_model_config=SimpleNamespace(max_model_len=64)
+        ),
     )
+    target = config.speculative_config.draft_model_config
     proposer = LookupProposer(config)
     generated(proposer.drafts, TEXT)
     tokens = np.array([[*PROMPT, 21]], dtype=np.int32)
     assert proposer.propose([[21]], np.array([5]), tokens, slot_mappings=None) == [[22, 23]]
+    assert proposer.drafts._ends == {23, 24}
+    # drafts may begin at the end of a row, which is no longer for that
+    assert config.speculative_config.draft_model_config.max_model_len == 67
+    assert target.max_model_len == 64
+
+
+def test_nothing_is_drafted_or_remembered_after_the_end_of_a_completion() -> None:
+    lookup = LookupDrafter(4, least=0.2, most_rows=9, ends=[23])
+    generated(lookup, TEXT[:3])
+    batch = Batch(lookup)
+    batch.begin(PROMPT)
+    assert batch.step([21]) == [[22, 23]]
+    assert batch.step([22, 23, 77, 78]) == [[]]  # sampled after a longer draft
+    other = Batch(lookup)
+    other.begin([1, 2, 3])
+    assert other.step([22, 23, 77]) == [[]]
+    assert lookup._requests == {}
+    assert 77 not in lookup._history._tokens
+
+
+def test_a_request_that_has_no_part_in_a_step_keeps_its_draft() -> None:
+    lookup = drafts()
+    generated(lookup, TEXT)
+    batch = Batch(lookup, rows=2)
+    batch.begin(PROMPT, 0)
+    batch.begin([1, 2, 3, 4, 5, 6], 1)
+    batch.step([21], [51])
+    assert batch.step([], [61]) == [[], []]
+    ((waiting,),) = [found for key, found in lookup._requests.items() if key[0] == 5]
+    assert waiting.draft == TEXT[1:5]
+    batch.step([22], [71])
+    assert len(lookup._known) == 2  # it was not taken for a new one

@@ -313,3 +313,12 @@ def test_matrices_of_each_expert_fill_the_stacks_of_gpt_oss_whatever_their_shape
     loaded = engine.model.state_dict()
     assert loaded.keys() == known.keys()
     assert all(torch.equal(loaded[name], known[name]) for name in known)
+
+
+def test_a_request_is_limited_by_itself_by_the_engine_and_by_the_room_in_a_row() -> None:
+    context = (5, 6, 7, 8)
+    assert Request(context, 0).limit(9) == 9
+    assert Request(context, 0, most=3).limit(9) == 3
+    assert Request(context, 0, most=8, answered=2).limit(5) == 3
+    assert Request(context, 0, most=8).limit(9, 10) == 6
+    assert Request(context, 0, most=2).limit(9, 10) == 2

@@ -91,8 +91,8 @@ def test_each_row_gets_the_tokens_of_its_seed_up_to_the_first_wrong_draft(
     right = one_by_one(sampler, logits, temperature)
     ids = [[token for token, _ in row] for row in right]
     wrong = (ids[1][1] + 1) % VOCABULARY
-    # all right; the second wrong; none; the first wrong
-    drafts = [ids[0][:3], [ids[1][0], wrong, ids[1][2]], [], [(ids[3][0] + 1) % VOCABULARY]]
+    # all right; the second wrong; none; the first wrong, and a placeholder
+    drafts = [ids[0][:3], [ids[1][0], wrong, ids[1][2]], [], [(ids[3][0] + 1) % VOCABULARY, -1]]
     found, counts, generators = verified(sampler, logits, drafts, temperature)
     assert found == [right[0][:4], right[1][:2], right[2][:1], right[3][:1]]
     assert counts.take(3) == [3, 2, 2, 2, 1, 1]

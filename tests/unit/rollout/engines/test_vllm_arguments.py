@@ -17,6 +17,7 @@ from rftmega.config import RolloutConfig
 from rftmega.config.options.speculative import DraftModel, LookupDrafts
 from rftmega.core.errors import EngineError
 from rftmega.rollout.engines.vllm_models import (
+    engine_row_tokens,
     has_recurrent_layers,
     model_arguments,
     prefill_arguments,
@@ -248,19 +249,39 @@ def test_drafts_are_what_vllm_is_told_with_the_options_of_the_run(tmp_path: Path
 
     tiny_config("qwen3").save_pretrained(tmp_path)
     known = {field.name for field in fields(SpeculativeConfig)}
-    assert speculation_arguments(tmp_path, RolloutConfig()) == {}
+    assert speculation_arguments(tmp_path, RolloutConfig(), on_cuda=False) == {}
     lookup = LookupDrafts(draft_tokens=3, least_acceptance=0.6, most_rows=5)
-    given = speculation_arguments(tmp_path, RolloutConfig(speculative=lookup))
+    config = RolloutConfig(speculative=lookup, max_batch=9)
+    given = speculation_arguments(tmp_path, config, on_cuda=False, stop_ids=[7, 8])
+    assert given["speculative_config"].pop("num_speculative_tokens_per_batch_size") == [[1, 9, 3]]
+    assert given == speculation_arguments(tmp_path, config, on_cuda=True, stop_ids=[7, 8])
+    assert "num_speculative_tokens_per_batch_size" in known
     assert given["speculative_config"].keys() <= known
     assert given["speculative_config"]["num_speculative_tokens"] == 3
-    assert given["additional_config"] == {"rftmega_drafts": {"least": 0.6, "most_rows": 5}}
+    assert given["additional_config"] == {
+        "rftmega_drafts": {"least": 0.6, "most_rows": 5, "ends": [7, 8]}
+    }
     module, _, name = given["speculative_config"]["model"].rpartition(".")
     assert hasattr(importlib.import_module(module), name)
     model = DraftModel(path="small", draft_tokens=2)
-    chosen = speculation_arguments(tmp_path, RolloutConfig(speculative=model))["speculative_config"]
+    config = RolloutConfig(speculative=model)
+    chosen = speculation_arguments(tmp_path, config, on_cuda=True)["speculative_config"]
     assert (chosen["method"], chosen["model"]) == ("draft_model", "small")
     assert chosen["draft_load_config"].keys() <= {field.name for field in fields(LoadConfig)}
     assert chosen.keys() <= known
+
+
+@pytest.mark.parametrize(("positions", "longest"), [(4096, 43), (41, 41), (30, 40), (None, 43)])
+def test_rows_have_room_for_a_draft_if_the_model_has_positions_for_it(
+    positions: int | None, longest: int, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"max_position_embeddings": positions}))
+    config = RolloutConfig(max_prompt_tokens=10, max_response_tokens=30)
+    assert engine_row_tokens(tmp_path, config) == 40
+    config.speculative = LookupDrafts(draft_tokens=3)
+    assert engine_row_tokens(tmp_path, config) == 40
+    config.speculative = DraftModel(path="small", draft_tokens=3)
+    assert engine_row_tokens(tmp_path, config) == longest
 
 
 @pytest.mark.parametrize(
@@ -269,7 +290,7 @@ def test_drafts_are_what_vllm_is_told_with_the_options_of_the_run(tmp_path: Path
 def test_a_model_with_recurrent_layers_has_no_drafts(drafts: Any, tmp_path: Path) -> None:
     tiny_config("qwen3_5_text").save_pretrained(tmp_path)
     with pytest.raises(EngineError, match=f"type={drafts.type}: layers of .* have a recurrent"):
-        speculation_arguments(tmp_path, RolloutConfig(speculative=drafts))
+        speculation_arguments(tmp_path, RolloutConfig(speculative=drafts), on_cuda=True)
 
 
 def test_a_model_that_transformers_does_not_know_keeps_its_prefix_cache(tmp_path: Path) -> None:
