@@ -193,6 +193,7 @@ def test_a_prompt_whose_tokens_are_gone_is_added_again() -> None:
     batch.begin([1, 2, 3, 4, 5, 6, 7])
     batch.step([2])
     assert batch.step([3]) == [[4, 5, 6, 7]]
+    assert list(lookup._known.values()) == [REMEMBERED + 7 + 2]
 
 
 def test_vllm_builds_it_from_the_options_of_the_run() -> None:
@@ -226,6 +227,11 @@ def test_nothing_is_drafted_or_remembered_after_the_end_of_a_completion() -> Non
     assert other.step([22, 23, 77]) == [[]]
     assert lookup._requests == {}
     assert 77 not in lookup._history._tokens
+    turn = Batch(lookup)
+    turn.begin([1, 22, 23, 77, 5])  # an end within the context
+    assert turn.step([22]) == [[]]
+    turn.begin([1, 4, 22, 23, 77, 4])
+    assert turn.step([22]) == [[23]]
 
 
 def test_a_request_that_has_no_part_in_a_step_keeps_its_draft() -> None:

@@ -90,17 +90,17 @@ def test_each_row_gets_the_tokens_of_its_seed_up_to_the_first_wrong_draft(
     logits = [2 * torch.randn(4, VOCABULARY) for _ in SEEDS]
     right = one_by_one(sampler, logits, temperature)
     ids = [[token for token, _ in row] for row in right]
-    wrong = (ids[1][1] + 1) % VOCABULARY
-    # all right; the second wrong; none; the first wrong, and a placeholder
-    drafts = [ids[0][:3], [ids[1][0], wrong, ids[1][2]], [], [(ids[3][0] + 1) % VOCABULARY, -1]]
+    wrong = [[(token + 1) % VOCABULARY for token in row] for row in ids]
+    # the first wrong, and a placeholder; all right; the second wrong; none
+    drafts = [[wrong[0][0], -1], ids[1][:3], [ids[2][0], wrong[2][1], ids[2][2]], []]
     found, counts, generators = verified(sampler, logits, drafts, temperature)
-    assert found == [right[0][:4], right[1][:2], right[2][:1], right[3][:1]]
+    assert found == [right[0][:1], right[1][:4], right[2][:2], right[3][:1]]
     assert counts.take(3) == [3, 2, 2, 2, 1, 1]
     if temperature:  # a generator has advanced by the tokens that its row has got
-        again = generator(SEEDS[1])
-        for at in logits[1][:2]:
-            sampler(logits=at[None].clone(), sampling_metadata=metadata_of([1], 0.7, {0: again}))
-        assert torch.equal(generators[1].get_state(), again.get_state())
+        again = generator(SEEDS[2])
+        for at in logits[2][:2]:
+            sampler(logits=at[None].clone(), sampling_metadata=metadata_of([2], 0.7, {0: again}))
+        assert torch.equal(generators[2].get_state(), again.get_state())
 
 
 def test_counts_by_position_and_begins_anew() -> None:

@@ -1,5 +1,6 @@
 """What a fleet makes of servers elsewhere; their faults in runs are in tests/server_chaos.py."""
 
+import json
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -130,6 +131,27 @@ def test_a_paused_server_answers_a_probe_only_where_its_engine_does(
     monkeypatch.setattr(http_reply, "asked", lambda *_, **__: reply)
     with pytest.raises(EngineFault, match="is_paused") if fault else nullcontext():
         server.probe(paused=True)
+
+
+@pytest.mark.parametrize(
+    ("said", "fault"),
+    [
+        ([3, 2, 1, 0], False),
+        ([3, 2, 1], True),
+        ([3, 2, 1, -1], True),
+        ([3, 2, 1, 0.5], True),
+        ("3210", True),
+        (None, True),
+    ],
+)
+def test_counts_of_drafts_are_two_numbers_for_each_position(
+    said: Any, fault: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = ServerClient("http://10.0.0.2:8100", {})
+    reply = HTTPReply(200, json.dumps({"counts": said}).encode())
+    monkeypatch.setattr(http_reply, "asked", lambda *_, **__: reply)
+    with pytest.raises(EngineFault, match="/drafts without 4 counts") if fault else nullcontext():
+        assert server.draft_counts(2) == said
 
 
 def test_a_trainer_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -130,6 +130,7 @@ def test_whatever_is_asked_a_broken_reply_is_an_error_of_ours(what: str, address
             lambda client=client: client.told("/any"),
             lambda client=client: client.samples({"image": 1}),
             lambda client=client: client.workers(),
+            lambda client=client: client.draft_counts(2),
             lambda client=client: client.refuse_other_version(),
             lambda client=client: client.probe(paused=True),
             lambda client=client: client.land(3),
