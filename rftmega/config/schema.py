@@ -255,7 +255,7 @@ class RolloutConfig:
         default_factory=NoDrafts
     )
     """Speculative decoding: an engine step verifies several drafted tokens of a completion at once
-    (rollout.engine=vllm). Completions are those without it (docs/speculative.md).
+    (rollout.engine=vllm). Drafts don't change the completions of a seed (docs/speculative.md).
     """
 
     ahead: AtMostOne = 0

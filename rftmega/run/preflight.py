@@ -435,8 +435,23 @@ def _drafts(config: RunConfig, policy: ModelDescription) -> list[str]:
     if not isinstance(drafts, DraftModel):
         return []
     option = f"rollout.speculative.path={drafts.path}"
+    if reason := forbids_drafts(drafts.path, drafts.type):
+        return [reason]
     said = read_json_object(Path(drafts.path) / "config.json")
-    vocabulary = (said.get("text_config") or said).get("vocab_size")
+    said = said.get("text_config") or said
+    longest = config.rollout.max_row_tokens + drafts.draft_tokens
+    if said.get("max_position_embeddings", longest) < longest:
+        return [
+            f"{option} knows {said['max_position_embeddings']} positions; it reads rows and drafts of up to {longest} tokens."
+        ]
+    if said.get("num_attention_heads", 0) % config.rollout.tensor:
+        return [
+            f"{option} has {said['num_attention_heads']} attention heads, which rollout.tensor={config.rollout.tensor} does not "
+            "divide."
+        ]
+    if "vision_config" in read_json_object(Path(config.model.path) / "config.json"):
+        return [f"{option}: vLLM has no draft models for vision-language models. Take type=lookup."]
+    vocabulary = said.get("vocab_size")
     if vocabulary != policy.vocabulary:
         return [
             f"{option} has a vocabulary of {vocabulary}, the policy one of {policy.vocabulary}."

@@ -22,6 +22,7 @@ BYTES = 4  # of a token
 ANY_PROMPT = 0  # the scope of all prompts
 REMEMBERED = 2**18  # tokens
 ENTRIES = 2**20  # places of remembered token sequences; a power of two
+CONTEXT = 2**12  # last tokens of a prompt that are remembered
 PROMPTS = 2**14  # of which it is known that the history has them
 RETRIED = 32  # a source of drafts that are rejected is tried once in so many times
 FORGETTING = 0.98  # weight of earlier drafts in the rate of acceptance, per draft
@@ -226,7 +227,7 @@ class LookupDrafter:
         self._known[scope] = self._history.appended
         if len(self._known) > PROMPTS:
             del self._known[next(iter(self._known))]
-        latest = prompt[-REMEMBERED // 16 :]
+        latest = prompt[-CONTEXT:]
         place = self._history.append(int(latest[0]), -1)
         raw = latest.tobytes()
         for end, token in enumerate(latest[1:].tolist(), start=1):
@@ -288,13 +289,13 @@ class LookupProposer:
         chosen.draft_model_config = copy(chosen.draft_model_config)
         chosen.draft_model_config.max_model_len += chosen.num_speculative_tokens
         given = vllm_config.additional_config["rftmega_drafts"]
-        eos = vllm_config.model_config.hf_text_config.eos_token_id
+        eos = getattr(vllm_config.model_config.hf_text_config, "eos_token_id", None)
         of_model = [eos] if isinstance(eos, int) else eos or []
         self.drafts = LookupDrafter(
             chosen.num_speculative_tokens,
             least=given["least"],
             most_rows=given["most_rows"],
-            ends=[*given["ends"], *of_model],
+            ends=given["ends"] or of_model,
         )
 
     def load_model(self, target_model: Any) -> None:

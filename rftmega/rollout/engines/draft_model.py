@@ -2,13 +2,11 @@
 the policy come from pushes.
 """
 
-from pathlib import Path
 from typing import Any
 
 from vllm.config import VllmConfig
 from vllm.config.utils import replace
 from vllm.model_executor.model_loader.reload.inplace import reload_weights
-from vllm.model_executor.model_loader.weight_utils import safetensors_weights_iterator
 from vllm.v1.spec_decode.draft_model import DraftModelProposer
 
 
@@ -26,13 +24,10 @@ def reload_draft_model(worker: Any) -> None:
     """Loads the weights of a vLLM worker's draft model again, which were lost when the engine slept."""
     runner = worker.model_runner
     config = runner.drafter._create_draft_vllm_config()
-    files = sorted(Path(config.model_config.model).glob("*.safetensors"))
     reload_weights(
         config,
         runner.drafter.model,
-        weights_iterator=safetensors_weights_iterator(
-            [str(file) for file in files], use_tqdm_on_load=False
-        ),
+        weights_iterator=None,  # from the folder
         weights_path=None,
         is_checkpoint_format=True,
     )

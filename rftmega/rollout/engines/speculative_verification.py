@@ -8,6 +8,7 @@ sampled themselves, as many are accepted as by vLLM's rule. Completions are thos
 speculation, whatever was drafted, up to rounding of logits.
 """
 
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -23,6 +24,7 @@ from vllm.v1.sample.rejection_sampler import PLACEHOLDER_TOKEN_ID, RejectionSamp
 from vllm.v1.spec_decode import draft_model
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 
+from rftmega.core.errors import EngineError
 from rftmega.rollout.engines.draft_counts import DraftCounts
 from rftmega.rollout.engines.draft_model import DraftModelFromFolder
 
@@ -138,7 +140,22 @@ def install() -> None:
     """Makes vLLM verify drafts by SamplingVerifier, and load draft models from their folders, in
     engines that this process builds later.
     """
-    for module in (rejection_sampler, draft_model, sys.modules.get(RUNNER)):
-        if module is not None:  # the runner takes the classes when it is imported
-            vars(module)["RejectionSampler"] = SamplingVerifier
-            vars(module)["DraftModelProposer"] = DraftModelFromFolder
+    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "0"  # which takes neither
+    vars(rejection_sampler)["RejectionSampler"] = SamplingVerifier
+    vars(draft_model)["DraftModelProposer"] = DraftModelFromFolder
+    if runner := sys.modules.get(RUNNER):  # it has taken the classes when it was imported
+        vars(runner)["RejectionSampler"] = SamplingVerifier
+        vars(runner)["DraftModelProposer"] = DraftModelFromFolder
+
+
+def check_installed(runner: Any) -> None:
+    """Raises EngineError if vLLM's model runner verifies drafts in another way; else forgets the
+    drafts that it has verified to warm up.
+    """
+    verifier = getattr(runner, "rejection_sampler", None)
+    if not isinstance(verifier, SamplingVerifier):
+        raise EngineError(
+            f"vLLM would verify drafts by {type(verifier).__name__} of {type(runner).__module__}, so that completions depend on "
+            "them. Set rollout.speculative=none."
+        )
+    verifier.counts.take(0)

@@ -62,7 +62,7 @@ from rftmega.rollout.engines.image_prompts import (  # noqa: E402
     prompt_of,
     samples_of_vllm,
 )
-from rftmega.rollout.engines.speculative_verification import install  # noqa: E402
+from rftmega.rollout.engines.speculative_verification import check_installed, install  # noqa: E402
 from rftmega.rollout.engines.vllm_models import (  # noqa: E402
     engine_row_tokens,
     limits_of,
@@ -199,6 +199,7 @@ class VLLMEngine(Engine):
         self.longest, self.slots = config.max_response_tokens, config.max_batch
         self.row_tokens = config.max_row_tokens
         self.draft_tokens = config.speculative.draft_tokens
+        self._counts_drafts = world.rank % config.tensor == 0  # once for an engine
         on_cuda = device.current().type == "cuda"
         precision: Any = (
             dtype if dtype != "auto" else str(device.current().train_dtype).removeprefix("torch.")
@@ -270,6 +271,8 @@ class VLLMEngine(Engine):
             if on_cuda:
                 torch.set_num_threads(threads)
             changed.give_to(self._llm.apply_model(_itself)[0])
+            if speculation:
+                check_installed(self._runner)
             self._read_model(world, on_cuda=on_cuda)
 
     def _generate_once(self) -> None:
@@ -384,8 +387,8 @@ class VLLMEngine(Engine):
         return core.model_executor.driver_worker.worker.model_runner
 
     def draft_counts(self) -> list[int]:
-        if not self.draft_tokens:
-            return []
+        if not self.draft_tokens or not self._counts_drafts:
+            return super().draft_counts()
         counts: list[int] = self._runner.rejection_sampler.counts.take(self.draft_tokens)
         return counts
 

@@ -159,11 +159,21 @@ def engine_row_tokens(folder: str | Path, config: RolloutConfig) -> int:
     if not isinstance(config.speculative, DraftModel):
         return config.max_row_tokens
     said = read_json_object(Path(folder) / "config.json")
-    positions = (said.get("text_config") or said).get("max_position_embeddings")
-    wanted = config.max_row_tokens + config.speculative.draft_tokens
-    if isinstance(positions, int):
-        return max(config.max_row_tokens, min(wanted, positions))
-    return wanted
+    said = said.get("text_config") or said
+    rope = said.get("rope_parameters") or said.get("rope_scaling") or {}
+    longest = config.max_row_tokens
+    room = [longest + config.speculative.draft_tokens]
+    # with more than the original positions, vLLM rotates all tokens by the long factors of longrope
+    room += [
+        positions
+        for positions in (
+            said.get("max_position_embeddings"),
+            said.get("original_max_position_embeddings"),
+            rope.get("original_max_position_embeddings"),
+        )
+        if isinstance(positions, int) and positions >= longest
+    ]
+    return min(room)
 
 
 def forbids_drafts(folder: str | Path, chosen: str) -> str:
@@ -211,10 +221,8 @@ def speculation_arguments(
         chosen["num_speculative_tokens_per_batch_size"] = [
             [1, config.max_batch, drafts.draft_tokens]
         ]
-    return {
-        "speculative_config": chosen,
-        "additional_config": {"rftmega_drafts": options},
-    }
+    found: dict[str, Any] = {"speculative_config": chosen}
+    return found | ({"additional_config": {"rftmega_drafts": options}} if options else {})
 
 
 def limits_of(config: RolloutConfig) -> dict[str, int]:

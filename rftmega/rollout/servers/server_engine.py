@@ -3,6 +3,7 @@ WebSockets, weights through shared memory, a process group or files.
 """
 
 import asyncio
+import logging
 import secrets
 import socket
 import ssl
@@ -59,6 +60,8 @@ from rftmega.weights.transports.shared_weights import SharedWeights
 
 MESSAGE_SECONDS = 120.0  # time limit of one message of a push
 
+log = logging.getLogger(__name__)
+
 
 class ServerEngine(Engine):
     """ServerEngine is the engine whose completions come from inference servers: it presents all
@@ -99,6 +102,8 @@ class ServerEngine(Engine):
         super().__init__()
         self.stop_ids, self.config, self.vocabulary = list(stop_ids), config, vocabulary
         self.row_tokens = config.max_row_tokens
+        self.draft_tokens = config.speculative.draft_tokens
+        self._without_counts: set[str] = set()  # addresses of servers that don't count drafts
         self._begun = False  # whether a push through shared memory has begun without ending
         self.newest = -1  # newest version that a server may generate with
         self._names: dict[str, Any] = {}  # names of the tensors of a push, as sent to servers
@@ -121,7 +126,6 @@ class ServerEngine(Engine):
             unquantised=unquantised,
             stop_ids=stop_ids,
         )
-        self.draft_tokens = config.speculative.draft_tokens
         self._environment = environment_of(key, speculates=self.draft_tokens > 0)
         self._first_device = world.local_size
         self._processor = ImageProcessor(folder) if sees(folder) else None
@@ -436,10 +440,25 @@ class ServerEngine(Engine):
     def draft_counts(self) -> list[int]:
         found = [0] * (2 * self.draft_tokens)
         for member in self.server_group.reachable:
-            with suppress(EngineFault):  # its counts are lost
+            try:
                 told = member.server.draft_counts(self.draft_tokens)
-                found = [sum(pair) for pair in zip(found, told, strict=True)]
+            except EngineFault as fault:
+                self._log_uncounted(member, fault)
+                continue
+            found = [sum(pair) for pair in zip(found, told, strict=True)]
         return found
+
+    def _log_uncounted(self, member: ServerGroupMember, fault: EngineFault) -> None:
+        """Logs, once, that a server has no counts of drafts, as if it was started without
+        rollout.speculative.
+        """
+        if member.server.address not in self._without_counts:
+            self._without_counts.add(member.server.address)
+            log.warning(
+                "server %d tells no counts of drafts; was it started with rollout.speculative? %s",
+                member.number,
+                fault,
+            )
 
     def _serve(self, requests: Requests, sampling: Sampling) -> None:
         """Distributes requests over the servers: each server starts with requests of about the same

@@ -529,6 +529,9 @@ def engine(config: RunConfig, *, kind: str = "cpu", processes: int = 1) -> Seen:
     )
     fake = {name: WithAnyName(name) for name in modules}
     idle = SimpleNamespace(add_request=lambda *_: None, has_unfinished_requests=lambda: False)
+    worker = SimpleNamespace(worker=SimpleNamespace(model_runner=None))
+    executor = SimpleNamespace(driver_worker=worker)
+    idle.engine_core = SimpleNamespace(engine_core=SimpleNamespace(model_executor=executor))
     started = SimpleNamespace(
         apply_model=lambda work: [None], llm_engine=idle, reset_prefix_cache=lambda: None
     )
@@ -537,6 +540,7 @@ def engine(config: RunConfig, *, kind: str = "cpu", processes: int = 1) -> Seen:
     changed = SimpleNamespace(collected=nullcontext, give_to=lambda model: None)
     fake["rftmega.rollout.engines.compiled_classes"].ChangedClasses = lambda: changed
     fake["rftmega.rollout.engines.speculative_verification"].install = lambda: None
+    fake["rftmega.rollout.engines.speculative_verification"].check_installed = lambda runner: None
     fake["rftmega.weights.receivers.adapter"].adapters_of = lambda evaluated: {"": None}
     fake["rftmega.weights.receivers.reload"].FreshParameters = lambda *_, **__: None
 

@@ -458,3 +458,28 @@ def test_a_draft_model_reads_and_writes_the_policys_tokens(tmp_path: Path) -> No
         ConfigError, match="'b' is id 1 of the policy, and id 2 of it. Take a draft"
     ):
         preflight(config, 1)
+
+
+@pytest.mark.parametrize(
+    ("variant", "changes", "options", "said"),
+    [
+        ("qwen3.5", {}, {}, "have a recurrent state"),
+        ("qwen2", {"max_position_embeddings": 33}, {}, "knows 33 positions; .* up to 36 tokens"),
+        (
+            "qwen2",
+            {"num_attention_heads": 3, "num_key_value_heads": 3, "hidden_size": 48},
+            {"tensor": 2},
+            "has 3 attention heads, which rollout.tensor=2 does not",
+        ),
+    ],
+)
+def test_a_draft_model_that_vllm_could_not_use_is_named(
+    variant: str, changes: dict[str, int], options: dict[str, int], said: str, tmp_path: Path
+) -> None:
+    config = config_of(tmp_path, "qwen3", P(), "vllm")
+    drafts = save_tiny(tmp_path / "drafts", variant, **changes)
+    config.rollout = replace(
+        config.rollout, speculative=DraftModel(path=str(drafts), draft_tokens=4), **options
+    )
+    with pytest.raises(ConfigError, match=rf"drafts.* {said}"):
+        preflight(config, 2)

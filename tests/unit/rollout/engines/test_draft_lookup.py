@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -208,11 +209,23 @@ def test_vllm_builds_it_from_the_options_of_the_run() -> None:
     proposer = LookupProposer(config)
     generated(proposer.drafts, TEXT)
     tokens = np.array([[*PROMPT, 21]], dtype=np.int32)
-    assert proposer.propose([[21]], np.array([5]), tokens, slot_mappings=None) == [[22, 23]]
-    assert proposer.drafts._ends == {23, 24}
+    assert proposer.propose([[21]], np.array([5]), tokens, slot_mappings=None) == [[22, 23, 24]]
+    assert proposer.drafts._ends == {24}
     # drafts may begin at the end of a row, which is no longer for that
     assert config.speculative_config.draft_model_config.max_model_len == 67
     assert target.max_model_len == 64
+
+
+@pytest.mark.parametrize(("eos", "ends"), [(23, {23}), ([23, 25], {23, 25}), (None, set())])
+def test_of_a_server_that_knows_no_ends_the_models_are_taken(eos: Any, ends: set[int]) -> None:
+    text = SimpleNamespace() if eos is None else SimpleNamespace(eos_token_id=eos)
+    model = SimpleNamespace(max_model_len=64)
+    config = SimpleNamespace(
+        additional_config={"rftmega_drafts": {"least": 0.3, "most_rows": 8, "ends": []}},
+        model_config=SimpleNamespace(hf_text_config=text),
+        speculative_config=SimpleNamespace(num_speculative_tokens=3, draft_model_config=model),
+    )
+    assert LookupProposer(config).drafts._ends == ends
 
 
 def test_nothing_is_drafted_or_remembered_after_the_end_of_a_completion() -> None:

@@ -1,12 +1,14 @@
 """Verified drafts give the tokens and log-probs that sampling one position after the other gives."""
 
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from rftmega.core.errors import EngineError
 from rftmega.rollout.engines.draft_counts import DraftCounts, acceptance_metrics
 
 VOCABULARY = 32
@@ -120,3 +122,22 @@ def test_the_acceptance_of_no_drafts_is_left_out() -> None:
         "speculative_acceptance_2": 0.5,
     }
     assert acceptance_metrics([0.0, 0.0]) == {"speculative_drafted_tokens": 0.0}
+
+
+def test_a_model_runner_with_another_verification_is_refused() -> None:
+    from vllm.v1.sample.rejection_sampler import RejectionSampler
+    from vllm.v1.sample.sampler import Sampler
+
+    from rftmega.rollout.engines.speculative_verification import SamplingVerifier, check_installed
+
+    sampler = Sampler("processed_logprobs")
+    other = SimpleNamespace(rejection_sampler=RejectionSampler(sampler))
+    for runner in (other, SimpleNamespace()):
+        with pytest.raises(
+            EngineError, match=r"by .* of types, so that completions depend on them"
+        ):
+            check_installed(runner)
+    verifier = SamplingVerifier(sampler)
+    verifier.counts.add(1, 0)  # of a run to warm up
+    check_installed(SimpleNamespace(rejection_sampler=verifier))
+    assert verifier.counts.take(1) == [0, 0]

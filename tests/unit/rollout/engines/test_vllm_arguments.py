@@ -271,11 +271,18 @@ def test_drafts_are_what_vllm_is_told_with_the_options_of_the_run(tmp_path: Path
     assert chosen.keys() <= known
 
 
-@pytest.mark.parametrize(("positions", "longest"), [(4096, 43), (41, 41), (30, 40), (None, 43)])
+@pytest.mark.parametrize(
+    ("positions", "original", "longest"),
+    [(4096, None, 43), (41, None, 41), (None, None, 43), (4096, 42, 42), (4096, 30, 43)],
+)
 def test_rows_have_room_for_a_draft_if_the_model_has_positions_for_it(
-    positions: int | None, longest: int, tmp_path: Path
+    positions: int | None, original: int | None, longest: int, tmp_path: Path
 ) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"max_position_embeddings": positions}))
+    said = {
+        "max_position_embeddings": positions,
+        "rope_scaling": {"rope_type": "longrope", "original_max_position_embeddings": original},
+    }
+    (tmp_path / "config.json").write_text(json.dumps(said))
     config = RolloutConfig(max_prompt_tokens=10, max_response_tokens=30)
     assert engine_row_tokens(tmp_path, config) == 40
     config.speculative = LookupDrafts(draft_tokens=3)

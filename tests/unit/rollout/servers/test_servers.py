@@ -11,11 +11,13 @@ import torch
 from PIL import Image
 
 from rftmega.config import RolloutConfig
+from rftmega.config.options.speculative import LookupDrafts
 from rftmega.core.errors import EngineError, EngineFault
 from rftmega.core.media_positions import PlacedImage
 from rftmega.core.types import Sampling
 from rftmega.data.media.files import digest_of
 from rftmega.data.media.image_processor import ImageProcessor
+from rftmega.rollout.engines.plugin import VERIFIER
 from rftmega.rollout.requests import Request
 from rftmega.rollout.servers import server as server_module
 from rftmega.rollout.servers import server_options
@@ -318,3 +320,38 @@ def test_threads_of_a_server_on_a_cpu_sleep_while_they_wait_unless_they_are_told
     assert server_options.environment_of("key")["OMP_WAIT_POLICY"] == "PASSIVE"
     monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
     assert server_options.environment_of("key")["OMP_WAIT_POLICY"] == "ACTIVE"
+
+
+def test_a_server_that_decodes_speculatively_verifies_by_sampling() -> None:
+    assert VERIFIER not in server_options.environment_of("key")
+    found = server_options.environment_of("key", speculates=True)
+    # vLLM's other model runner has a verification of its own
+    assert (found[VERIFIER], found["VLLM_USE_V2_MODEL_RUNNER"]) == ("1", "0")
+
+
+class Drafting(Scripted):
+    """A server with these counts of drafts; without any, it was started without drafts."""
+
+    address = "http://10.0.0.2:8100"
+
+    def __init__(self, *counts: int):
+        super().__init__()
+        self.counts = list(counts)
+
+    def draft_counts(self, positions: int) -> list[int]:
+        if not self.counts:
+            raise EngineFault("400")
+        return self.counts
+
+
+def test_every_process_knows_how_many_tokens_a_draft_has_and_servers_counts_are_added(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    elsewhere = World(1, 2, 1, 2, torch.device("cpu"))
+    config = RolloutConfig(speculative=LookupDrafts(draft_tokens=2))
+    engine = ServerEngine("", config, elsewhere, dtype="float32", stop_ids=[], logs="")
+    # all processes add their counts together at each push
+    assert (engine.draft_tokens, engine.draft_counts()) == (2, [0, 0, 0, 0])
+    set_servers(engine, Drafting(5, 3, 2, 1), Drafting(), Drafting(1, 1, 1, 0))
+    assert engine.draft_counts() == engine.draft_counts() == [6, 4, 3, 1]
+    assert caplog.text.count("was it started with rollout.speculative?") == 1
