@@ -148,8 +148,9 @@ class LookupDrafter:
 
     def __init__(self, longest: int, *, least: float, most_rows: int, ends: Sequence[int] = ()):
         """`longest`: most tokens of a draft. `least`: probability of acceptance below which tokens
-        are not drafted. `most_rows`: with more requests than this, nothing is drafted or remembered,
-        which would take time from all. `ends`: tokens that end a completion; nothing is drafted or remembered after them.
+        are not drafted. `most_rows`: with more requests than this, nothing is drafted or
+        remembered, which would take time from all. `ends`: tokens that end a completion; nothing is
+        drafted or remembered after them.
         """
         self._longest, self._least, self._most_rows = longest, least, most_rows
         self._ends = frozenset(ends)

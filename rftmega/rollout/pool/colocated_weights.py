@@ -47,9 +47,9 @@ class ColocatedWeights:
         engine: Engine | None = None,
     ):
         """Wraps `weights`, the WeightSync that sends the weights. `engine`: this process's engine,
-        whose counts of speculative decoding are added to the metrics of a push. `merged`: shards whose LoRA
-        adapters are merged into lower-precision weights for a push, which then reports the share of
-        the update lost to rounding; None (on all processes) if no adapters are merged.
+        whose counts of speculative decoding are added to the metrics of a push. `merged`: shards
+        whose LoRA adapters are merged into lower-precision weights for a push, which then reports
+        the share of the update lost to rounding; None (on all processes) if no adapters are merged.
         """
         self.weights, self.phases, self.engine, self.merged = weights, phases, engine, merged
 
