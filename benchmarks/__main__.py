@@ -16,6 +16,7 @@ from tqdm import tqdm
 from benchmarks import (
     against_trl,
     asynchronous,
+    balance,
     bubble,
     checkpoints,
     conversion,
@@ -48,6 +49,11 @@ BENCHMARKS = {
         sharded.against_fully_shard,
         "times_theirs",
         "at most 1.05",
+    ),
+    "idle share of four data-parallel processes": (
+        balance.idle_shares,
+        "fsdp: idle",
+        "at most 0.05",
     ),
     "step against TRL": (against_trl.step, "ours_over_trl", "at most 1"),
     "pretrained step against TRL": (

@@ -54,7 +54,7 @@ def packed_body(world: Any, folder: Path) -> dict[str, float]:
     manager = build_actor(folder, ParallelConfig(), OPTIMIZER).manager
     lengths = long_tail(48)
     ids = torch.randint(4096, (len(lengths), LONGEST + 1))
-    (plan,) = plan_micro_batches(lengths.tolist(), data_parallel=1, token_cap=2048)
+    (plan,) = plan_micro_batches(lengths.tolist(), data_parallel=1, token_cap=2048).rows
 
     def batch(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         longest = int(lengths[rows].max())

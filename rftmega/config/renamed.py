@@ -39,6 +39,12 @@ RENAMED = {
     "rollout.roster": "rollout.server_list",
     "algorithm.overlong_penalty": "reward.shaping.overlong_penalty_factor",
 }
+REMOVED = {
+    "trainer.attention_weight": "Work is balanced over processes by the model's floating-point operations.",
+    "trainer.patch_weight": "Work is balanced over processes by the model's floating-point operations.",
+}
+"""Former options without a replacement, and why there is none."""
+
 TRUNCATING = ("top_p", "top_k", "min_p")
 """Options of other systems under `rollout.` that restrict sampling to a part of the vocabulary."""
 
@@ -49,7 +55,7 @@ RENAMED_TYPES = {  # (option, former value) -> value
 
 
 def renamed(name: str, value: object) -> str:
-    """Returns the error message for a former option name, with its replacement, or for
+    """Returns the error message for a former option name, with its replacement if any, or for
     rollout.top_p, top_k and min_p, which only evaluation has. `value`: the option's given value,
     for the message.
 
@@ -61,6 +67,8 @@ def renamed(name: str, value: object) -> str:
             f"{name}={value}: completions to learn from are sampled from the whole vocabulary, since the trainer's "
             f"log-probabilities, ratios and KL are of it. trainer.eval_{last} is for evaluation, with trainer.eval_temperature."
         )
+    if why := REMOVED.get(name):
+        return f"{name} was removed. {why} Remove it."
     now = RENAMED.get(name)
     if now is None:
         return ""

@@ -809,16 +809,6 @@ class TrainerConfig:
     each sequence is computed by itself.
     """
 
-    attention_weight: NotNegative = 0.0
-    """Weight of attention in balancing work over data-parallel processes: the cost of a sequence of
-    n tokens is n + this x n^2.
-    """
-
-    patch_weight: NotNegative = 1.0
-    """Cost of an image patch, or an audio position, in tokens, in balancing work over data-parallel
-    processes.
-    """
-
     offload: bool = True
     """Between phases, move the trainer's weights, gradients, main parameters and Adam states that
     are not needed to host memory.

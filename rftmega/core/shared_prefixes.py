@@ -109,6 +109,12 @@ class SortedRows:
             common[1:] = torch.from_numpy(least[:-1])
         return SortedRows(order, self.lengths[ranks], common)
 
+    def run(self, first: int, end: int) -> "SortedRows":
+        """Returns the rows at the places `first` to `end`, in this order, alone."""
+        common = self.common[first:end].clone()
+        common[:1] = 0
+        return SortedRows(self.order[first:end], self.lengths[first:end], common)
+
     @property
     def shared(self) -> Tensor:
         """Returns [B]: of each row, in this order, the number of tokens that are computed with

@@ -9,7 +9,7 @@ from rftmega.core.types import Metrics
 GROUPS: Mapping[str, re.Pattern[str]] = {
     "eval": re.compile(r"eval_.+"),
     "perf": re.compile(
-        r"(push|servers?|seconds|work|memory|tokens_per_second|tflops|mfu|pipeline)_.+|padding|shared_tokens"
+        r"(push|servers?|seconds|work|memory|tokens_per_second|tflops|mfu|pipeline|data_parallel)_.+|padding|shared_tokens"
     ),
     "rollout": re.compile(
         r"reward(_.+)?|spread|varied|response_length|generated_tokens|truncated|routes_known|refills|mixed_answers|staleness(_.+)?"

@@ -33,7 +33,16 @@ def _one_works_more(world: Any) -> dict[str, float]:
     measures = Throughput(peak_tflops=0.5)
     # half of it before a resume
     trainer = SimpleNamespace(
-        step=0, counts={"tokens": 80, "computed": 70, "slots": 100, "bubble": 3, "ideal": 8}
+        step=0,
+        counts={
+            "tokens": 80,
+            "computed": 70,
+            "slots": 100,
+            "bubble": 3,
+            "ideal": 8,
+            "slowest": 5,
+            "balanced": 4,
+        },
     )
     recorder.count("generate", 77.0)  # of an evaluation before the first step
     measures.on_start(trainer, {})
@@ -49,6 +58,8 @@ def _one_works_more(world: Any) -> dict[str, float]:
         "flops": 6e12,
         "bubble": 1,
         "ideal": 4,
+        "slowest": 15.0,
+        "balanced": 13.0,
         "forward": 2.0,
         "backward": 1.0,
         "schedule": 5.0,
@@ -81,6 +92,7 @@ def test_the_slowest_process_of_each_phase_is_named_and_all_know_it() -> None:
             "mfu_update": 1.5,
             "padding": 0.3,
             "shared_tokens": 0.125,
+            "data_parallel_idle": 0.2,
             "pipeline_bubble": 3 / 8,
             "pipeline_idle": 0.25,  # of 5 s less 1 s of reduction, 3 s were computed
         }

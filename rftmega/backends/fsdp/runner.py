@@ -24,6 +24,8 @@ class FSDPRunner(ModelRunner):
     count.
     """
 
+    lockstep = True  # gathering a layer is a collective
+
     def __init__(self, manager: FSDPModelManager, stats: Any):
         self.manager = manager
         super().__init__(manager, manager.placement, stats)

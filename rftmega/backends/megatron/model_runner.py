@@ -55,6 +55,8 @@ class MegatronRunner(ModelRunner):
         # there are stages.
         self.multiple_of = self.topology.pipeline if len(manager.model) > 1 else 1
         self.at_least = fewest_micro_batches(self.topology.pipeline)
+        # tokens of all processes meet at the experts
+        self.lockstep = manager.cfg.parallel.expert > 1
 
     def _slots(self, counts: Sequence[int]) -> int:
         multiple = token_multiple(self.manager.config)

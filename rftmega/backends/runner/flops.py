@@ -7,9 +7,10 @@ T per token in the forward pass); of a token with the states of gated delta nets
 takes twice as many as the forward pass.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from rftmega.backends.decoder.describe import TransformersModel
+from rftmega.core.media_positions import PlacedImage, RowImages
 from rftmega.model_providers.description import ModelDescription
 from rftmega.model_providers.tower import AudioTower, VisionTower
 
@@ -80,15 +81,69 @@ def _attention(model: ModelDescription, tokens: int) -> int:
     A sliding window limits the number of tokens that a token attends to. A gated delta net computes
     three products of a token with each value head's state instead.
     """
-    latent = model.latent
-    width = latent.plain_dim + latent.rope_dim + latent.value_dim if latent else 2 * model.head_dim
     windowed = len(model.windowed)
     full = model.attention_layers - windowed
     seen = full * tokens + windowed * min(tokens, model.window or tokens)
-    found = 2 * model.heads * width * tokens * seen
-    if net := model.delta_net:
-        found += 2 * 3 * net.value_heads * net.key_dim * net.value_dim * tokens * len(net.layers)
-    return found
+    return _pair_flops(model) * tokens * seen + _delta_flops(model) * tokens
+
+
+def _pair_flops(model: ModelDescription) -> int:
+    """Returns the FLOPs of one layer's attention for one pair of a query and a key."""
+    latent = model.latent
+    width = latent.plain_dim + latent.rope_dim + latent.value_dim if latent else 2 * model.head_dim
+    return 2 * model.heads * width
+
+
+def _delta_flops(model: ModelDescription) -> int:
+    """Returns the FLOPs of one token in the states of all gated delta nets."""
+    net = model.delta_net
+    if net is None:
+        return 0
+    return 2 * 3 * net.value_heads * net.key_dim * net.value_dim * len(net.layers)
+
+
+def row_cost(model: ModelDescription) -> Callable[[int], float]:
+    """Returns a function from the number of tokens of a row to its cost in the layers, for balancing
+    work: its FLOPs over those of one token without attention.
+
+    Unlike `forward_flops`, it counts only the pairs of tokens that a causal mask leaves, as
+    attention kernels compute no others. So the cost of tokens behind a beginning of m tokens is
+    that of the whole row minus that of m tokens.
+    """
+    token = 2 * layer_weights(model) + _delta_flops(model)
+    pair = _pair_flops(model) / token
+    windowed = len(model.windowed)
+    full = model.attention_layers - windowed
+    window = model.window
+
+    def cost(tokens: int) -> float:
+        pairs = tokens * (tokens + 1) / 2
+        outside = max(tokens - window, 0) if window else 0
+        return tokens + pair * (full * pairs + windowed * (pairs - outside * (outside + 1) / 2))
+
+    return cost
+
+
+def head_cost(model: ModelDescription) -> float:
+    """Returns the cost of the LM head for one token, in the unit of `row_cost`."""
+    token = 2 * layer_weights(model) + _delta_flops(model)
+    return 2 * model.hidden * model.vocabulary / token
+
+
+def media_costs(model: ModelDescription, images: RowImages) -> list[float]:
+    """Returns the cost of each row's images, videos or waveforms in the vision or audio encoder, in
+    the unit of `row_cost`.
+    """
+    tower = model.tower
+    assert tower is not None, "a model without a tower has no images"
+    token = 2 * layer_weights(model) + _delta_flops(model)
+    if isinstance(tower, AudioTower):
+        each = audio_flops(tower, model.hidden) / token
+        return [each * len(row) for row in images.rows]
+    return [
+        tower_flops(tower, [media.grid for media in row]) / token
+        for row in images.only(PlacedImage)
+    ]
 
 
 def tower_flops(tower: VisionTower, grids: Iterable[tuple[int, int, int]]) -> int:

@@ -1,13 +1,20 @@
 """Assigns rows to micro-batches, as a pure function of the rows' lengths."""
 
-import heapq
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 from typing import NamedTuple
 
+from rftmega.backends.runner.balanced_partition import karmarkar_karp
+from rftmega.backends.runner.micro_batch_packing import Batch, Items, Sizes
+from rftmega.backends.runner.neighbouring_rows import NeighbouringRows
 from rftmega.core.shared_prefixes import SortedRows
 
-UNITS = (1, 1.5, 2, 3, 4, 8)  # runs of rows per rank that are tried, where rows share tokens
 GRID = 8  # padded tokens of rows that share some, over the cap on computed ones: losses are padded
+# limits on a micro-batch's cost that are tried: shares of the way from an equal share to no limit
+LIMITS = (0.0, 0.05, 0.1, 0.2, 0.4, 0.7)
+PIECES = (4, 12)  # runs of rows per micro-batch that are tried, where rows share tokens
+GOOD = 1.01  # planned time over the least possible one at which no other division is tried
 
 
 def fewest_micro_batches(pipeline: int) -> int:
@@ -17,29 +24,52 @@ def fewest_micro_batches(pipeline: int) -> int:
     return 2 * pipeline if pipeline > 1 else 1
 
 
+class MicroBatchPlan(NamedTuple):
+    """MicroBatchPlan assigns rows to micro-batches. Every rank has the same number of micro-batches;
+    some may be empty.
+    """
+
+    rows: list[list[list[int]]]  # [rank][micro-batch] -> row indices
+    costs: list[list[float]]  # [rank][micro-batch], in tokens
+
+    def slowest(self, lockstep: bool) -> float:
+        """Returns the cost of the slowest path. `lockstep`: the ranks wait for each other in every
+        micro-batch, as in the collectives of FSDP2 and of expert parallelism; else only at the end.
+        """
+        if lockstep:
+            return sum(map(max, zip(*self.costs, strict=True)))
+        return max(map(sum, self.costs))
+
+    @property
+    def mean(self) -> float:
+        """Returns the mean cost of a rank."""
+        return sum(map(sum, self.costs)) / len(self.costs)
+
+
 def plan_micro_batches(
     lengths: Sequence[int],
     *,
     data_parallel: int,
     token_cap: int,
     attention_cap: int | None = None,
-    attention_weight: float = 0.0,
+    cost: Callable[[int], float] = float,
+    more: Sequence[float] | None = None,
+    lockstep: bool = False,
     multiple_of: int = 1,
     at_least: int = 1,
     group_size: int = 1,
     patches: Sequence[int] | None = None,
     patch_cap: int | None = None,
-    patch_weight: float = 0.0,
     sorted_rows: SortedRows | None = None,
-) -> list[list[list[int]]]:
+) -> MicroBatchPlan:
     """Assigns rows (token sequences of the given `lengths`) to micro-batches of `data_parallel`
-    ranks: returns [rank][micro-batch] -> row indices. Every rank gets the same number of
-    micro-batches; some may be empty.
+    ranks.
 
-    A row of n tokens with p image `patches` costs n + attention_weight * n^2 + patch_weight * p
-    (the share of attention in a layer's work grows with the row). Karmarkar-Karp differencing gives
-    the ranks nearly equal cost; a micro-batch holds at most `token_cap` tokens, `attention_cap`
-    squared tokens and `patch_cap` patches. The number of micro-batches is a multiple of
+    A row of n tokens costs cost(n) + `more`[row], such as for its images. Karmarkar-Karp
+    differencing gives the ranks nearly equal cost. A micro-batch holds at most `token_cap` tokens,
+    `attention_cap` squared tokens and `patch_cap` patches. Each rank's micro-batches have nearly
+    equal cost, or where that makes ranks that meet (`MicroBatchPlan.slowest`) wait less, some are
+    fuller; the costliest come first. Their number is as low as the caps allow, a multiple of
     `multiple_of`, as the interleaved pipeline schedule requires, and at least `at_least` if the
     rank has enough rows. Each group of `group_size` consecutive rows stays together, in order, for
     losses over pairs of rows. With `sorted_rows` the common beginnings of rows count once in a
@@ -48,161 +78,138 @@ def plan_micro_batches(
     incomplete last group.
     """
     assert len(lengths) % group_size == 0, (len(lengths), group_size)
+    more = more or [0.0] * len(lengths)
     groups = [
         list(range(first, first + group_size)) for first in range(0, len(lengths), group_size)
     ]
 
-    def sizes(rows: Sequence[int]) -> _Sizes:
+    def sizes(rows: Sequence[int], shared: Sequence[int]) -> Sizes:
         own = [lengths[row] for row in rows]
-        shared = []
-        if sorted_rows is not None and len(rows) > 1:
-            shared = sorted_rows.select(rows).shared.tolist()
-        return _Sizes(
+        return Sizes(
             sum(own) - sum(shared),
             sum(n * n for n in own) - sum(n * n for n in shared),
             0 if patches is None else sum(patches[row] for row in rows),
             len(own) * max(own, default=0),
+            sum(map(cost, own)) + sum(more[row] for row in rows) - sum(map(cost, shared)),
         )
 
-    def cost(of: _Sizes) -> float:
-        return of.tokens + attention_weight * of.squares + patch_weight * of.patches
+    def shared(rows: Sequence[int]) -> Sequence[int]:
+        if sorted_rows is None or len(rows) < 2:
+            return ()
+        return sorted_rows.select(rows).shared.tolist()
 
-    held = [sizes(rows) for rows in groups]
-    most = _Sizes(*(max(size, default=0) for size in zip(*held, strict=True))) if held else _NONE
-    caps = (token_cap, attention_cap, patch_cap, None)
-    for size, cap in zip(most, caps, strict=True):
-        assert cap is None or size <= cap, (size, cap)
+    held = [sizes(rows, shared(rows)) for rows in groups]
+    most = Sizes(*map(max, zip(*held, strict=True))) if held else Sizes(0, 0, 0, 0, 0)
+    caps = Sizes(
+        token_cap,
+        math.inf if attention_cap is None else attention_cap,
+        math.inf if patch_cap is None else patch_cap,
+        math.inf,
+        math.inf,
+    )
+    assert most.fit(caps), (most, caps)
+
+    def caps_of(tokens: float) -> Sizes:
+        """Returns caps for a rank with so many tokens that give it `at_least` micro-batches."""
+        return caps._replace(tokens=min(token_cap, max(tokens // at_least, most.tokens)))
+
+    candidates: Iterator[_Division]
     if sorted_rows is not None and group_size == 1:
-        plan = []
-        for rows in _divided(sorted_rows, data_parallel, lambda rows: cost(sizes(rows))):
-            share = sizes(rows).tokens // at_least
-            cap = min(token_cap, max(share, most.tokens))
-            plan.append(_in_order(rows, sizes, (cap, *caps[1:3], GRID * token_cap)))
+        caps = caps._replace(grid=GRID * token_cap)
+        neighbours = NeighbouringRows(sorted_rows.order.tolist(), sorted_rows, sizes)
+        ranks = neighbours.divided(data_parallel)
+        limits = [caps_of(own.tokens) for own in ranks]
+        fewest = [own.fewest(cap) for own, cap in zip(ranks, limits, strict=True)]
+        count = _rounded(fewest, multiple_of)
+        candidates = chain([fewest], _of_pieces(ranks, limits, fewest, count))
     else:
-        plan = []
-        for items in karmarkar_karp([cost(size) for size in held], data_parallel):
-            share = sum(held[item].tokens for item in items) // at_least
-            fitted = _first_fit(items, held, (min(token_cap, max(share, most.tokens)), *caps[1:]))
-            plan.append([[row for item in batch for row in groups[item]] for batch in fitted])
-    count = max(1, *(len(batches) for batches in plan))
-    count = -(-count // multiple_of) * multiple_of
-    return [batches + [[] for _ in range(count - len(batches))] for batches in plan]
+        parts = karmarkar_karp([each.cost for each in held], data_parallel)
+        limits = [caps_of(sum(held[item].tokens for item in items)) for items in parts]
+        fewest = Items(parts, groups, held, by="tokens").fewest(limits)
+        count = _rounded(fewest, multiple_of)
+        candidates = _of_items(Items(parts, groups, held, by="cost"), limits, fewest, count)
+    return _plan(_best(candidates, fewest, count, lockstep), fewest, count)
 
 
-class _Sizes(NamedTuple):
-    """_Sizes holds the sizes of rows for which a micro-batch has a limit (`_Caps`)."""
-
-    tokens: int
-    squares: int  # of the rows' lengths
-    patches: int
-    grid: int  # rows x longest; of several groups only their sum
-
-    def fit(self, caps: "_Caps") -> bool:
-        return all(cap is None or size <= cap for size, cap in zip(self, caps, strict=True))
+# the micro-batches of each rank; None: its rows don't have room
+_Division = Sequence[Sequence[Batch] | None]
 
 
-_Caps = Sequence[int | None]  # of _Sizes; None: no bound
-_NONE = _Sizes(0, 0, 0, 0)
+def _rounded(fewest: Sequence[Sequence[Batch]], multiple_of: int) -> int:
+    """Returns the number of micro-batches that all ranks need: a multiple of `multiple_of`."""
+    return -(-max(1, *map(len, fewest)) // multiple_of) * multiple_of
 
 
-def _divided(
-    rows: SortedRows, parts: int, cost: Callable[[Sequence[int]], float]
-) -> list[list[int]]:
-    """Divides rows that share beginnings over `parts` ranks. Returns the row indices of each rank.
-
-    Sorted rows are cut into runs of neighbours, which stay together. Several numbers of runs are
-    tried. The one with the least cost of the most loaded rank is taken, and of equal ones the
-    smallest, since few runs share most tokens.
+def _of_items(
+    items: Items, caps: Sequence[Sizes], fewest: Sequence[Sequence[Batch]], count: int
+) -> Iterator[_Division]:
+    """Yields divisions of each rank's items into `count` micro-batches: of equal costs, and then
+    with several limits on their costs. `fewest`: a division by the caps alone.
     """
-    if parts == 1:
-        return [rows.order.tolist()]
-    found: dict[float, list[list[int]]] = {}
-    for number in UNITS:
-        runs = _runs(rows, round(number * parts))
-        costs = [cost(run) for run in runs]
-        ranks = karmarkar_karp(costs, parts)
-        highest = max(sum(costs[item] for item in items) for items in ranks)
-        divided = [[row for item in items for row in runs[item]] for items in ranks]
-        found.setdefault(highest, divided)
-    return found[min(found)]
+    yield items.packed(caps, count, cheapest=True)
+    costs = [[batch.cost for batch in own] for own in fewest]
+    low = max(items.costliest, max(map(sum, costs)) / count)
+    high = max(low, *(max(own, default=0.0) for own in costs))
+    for share in LIMITS:
+        limit = low + share * (high - low)
+        yield items.packed([cap._replace(cost=limit) for cap in caps], count, cheapest=False)
 
 
-def _runs(rows: SortedRows, number: int) -> list[list[int]]:
-    """Cuts sorted rows into `number` runs of neighbours, or fewer if all runs are single rows.
-
-    The run with the most tokens is cut first, between the two neighbours that share the fewest
-    tokens. Of several such positions, the one nearest to the middle of the run is taken.
+def _of_pieces(
+    ranks: Sequence[NeighbouringRows],
+    caps: Sequence[Sizes],
+    fewest: Sequence[Sequence[Batch]],
+    count: int,
+) -> Iterator[_Division]:
+    """Yields divisions of each rank's rows into `count` micro-batches: of runs of rows that share
+    tokens, which are packed like rows that share none. `fewest`: a division by the caps alone.
     """
-    order, common, lengths = (x.tolist() for x in (rows.order, rows.common, rows.lengths))
-    heap = [(-sum(lengths), 0, len(order))] if order else []
-    while heap and len(heap) < number and heap[0][2] - heap[0][1] > 1:
-        _, first, end = heapq.heappop(heap)
-        cut = min(
-            range(first + 1, end), key=lambda row: (common[row], abs(2 * row - first - end), row)
-        )
-        for a, b in ((first, cut), (cut, end)):
-            tokens = sum(lengths[a:b]) - sum(common[a + 1 : b])
-            heapq.heappush(heap, (-tokens if b - a > 1 else 0, a, b))
-    return [order[first:end] for _, first, end in sorted(heap, key=lambda run: run[1])]
-
-
-def _in_order(
-    rows: Sequence[int], sizes: Callable[[Sequence[int]], _Sizes], caps: _Caps
-) -> list[list[int]]:
-    """Fills micro-batches with rows in their order, each as far as the caps allow."""
-    batches: list[list[int]] = []
-    rest = list(rows)
-    while rest:
-        low, high = 1, len(rest)  # a row alone fits
-        while low < high:
-            middle = (low + high + 1) // 2
-            if sizes(rest[:middle]).fit(caps):
-                low = middle
-            else:
-                high = middle - 1
-        batches.append(rest[:low])
-        rest = rest[low:]
-    return batches
-
-
-def karmarkar_karp(costs: Sequence[float], parts: int) -> list[list[int]]:
-    """Partitions items into `parts` lists of item indices with nearly equal sums of costs; the
-    indices are in ascending order.
-    Largest differencing (Karmarkar and Karp, 1982): the two partial solutions with the largest
-    differences are merged, the heaviest list of one with the lightest of the other, until one
-    solution remains. Ties are broken by item index, so that every process finds the same partition.
-    """
-    heap: list[tuple[float, int, list[tuple[float, list[int]]]]] = []
-    for item, cost in enumerate(costs):
-        solution: list[tuple[float, list[int]]] = [(0.0, []) for _ in range(parts - 1)] + [
-            (cost, [item])
+    for number in PIECES:
+        rows: list[list[int]] = []
+        sizes: list[Sizes] = []
+        held = []
+        for own in ranks:
+            runs = own.cut(number * count)
+            held.append(range(len(rows), len(rows) + len(runs)))
+            rows += [own.rows[slice(*run)] for run in runs]
+            sizes += [own.sizes(*run) for run in runs]
+        candidates = _of_items(Items(held, rows, sizes, by="cost"), caps, fewest, count)
+        found = _best(candidates, fewest, count, lockstep=True)
+        # runs of the same micro-batch may share tokens, too
+        yield [
+            batches and own.computed(batches, cap)
+            for own, batches, cap in zip(ranks, found, caps, strict=True)
         ]
-        heapq.heappush(heap, (-cost, item, solution))
-    while len(heap) > 1:
-        _, first, one = heapq.heappop(heap)
-        _, _, other = heapq.heappop(heap)
-        merged = [(a + b, x + y) for (a, x), (b, y) in zip(one, reversed(other), strict=True)]
-        merged.sort(key=lambda part: (part[0], part[1]))
-        heapq.heappush(heap, (merged[0][0] - merged[-1][0], first, merged))
-    parts_found = [items for _, items in heap[0][2]] if heap else [[] for _ in range(parts)]
-    return sorted((sorted(items) for items in parts_found), key=lambda items: items or [len(costs)])
 
 
-def _first_fit(items: Sequence[int], sizes: Sequence[_Sizes], caps: _Caps) -> list[list[int]]:
-    """Assigns items to micro-batches by first fit: the longest item first, each to the first
-    micro-batch that stays within the caps.
+def _best(
+    candidates: Iterator[_Division],
+    fewest: Sequence[Sequence[Batch]],
+    count: int,
+    lockstep: bool,
+) -> _Division:
+    """Returns the first of the candidates or, if the ranks compute in lockstep, the one in which
+    they wait least. A rank whose rows don't have room gets its division of `fewest` instead.
     """
-    batches: list[list[int]] = []
-    held: list[_Sizes] = []
-    for item in sorted(items, key=lambda item: (-sizes[item].tokens, item)):
-        own = sizes[item]
-        for number, batch in enumerate(batches):
-            together = _Sizes(*(some + more for some, more in zip(held[number], own, strict=True)))
-            if together.fit(caps):
-                batch.append(item)
-                held[number] = together
-                break
-        else:
-            batches.append([item])
-            held.append(own)
-    return batches
+    found = next(candidates)
+    if not lockstep or count == 1:
+        return found
+    plan = _plan(found, fewest, count)
+    least, slowest = GOOD * plan.slowest(lockstep=False), plan.slowest(lockstep)
+    for division in candidates:
+        if slowest <= least:
+            break
+        planned = _plan(division, fewest, count).slowest(lockstep)
+        if planned < slowest:
+            found, slowest = division, planned
+    return found
+
+
+def _plan(division: _Division, fewest: Sequence[Sequence[Batch]], count: int) -> MicroBatchPlan:
+    plan = MicroBatchPlan([], [])
+    for own, few in zip(division, fewest, strict=True):
+        batches = sorted(few if own is None else own, key=lambda batch: (-batch.cost, batch.rows))
+        missing = count - len(batches)
+        plan.rows.append([batch.rows for batch in batches] + [[] for _ in range(missing)])
+        plan.costs.append([batch.cost for batch in batches] + [0.0] * missing)
+    return plan

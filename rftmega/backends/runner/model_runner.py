@@ -21,6 +21,9 @@ from rftmega.backends.runner.flops import (
     OF_FROZEN,
     audio_flops,
     forward_flops,
+    head_cost,
+    media_costs,
+    row_cost,
     tower_flops,
 )
 from rftmega.backends.runner.micro_batches import plan_micro_batches
@@ -52,7 +55,7 @@ from rftmega.runtime.parallel import host_memory
 log = logging.getLogger(__name__)
 
 # by the recorder, in every pass
-COUNTED = ("tokens", "computed", "slots", "flops", "bubble", "ideal")
+COUNTED = ("tokens", "computed", "slots", "flops", "bubble", "ideal", "slowest", "balanced")
 LEAST_SAVED = 1 / 16  # share of tokens, below which rows are computed one by one
 
 
@@ -145,6 +148,7 @@ class ModelRunner:
 
     # divisor and minimum of the number of micro-batches
     multiple_of, at_least = 1, 1
+    lockstep = False  # processes with other rows compute every micro-batch together
 
     def __init__(self, model: StepModel, ranks: Ranks, stats: Any):
         """Creates the runner; `stats` is the class of a forward pass's results, TokenStats or
@@ -491,20 +495,24 @@ class ModelRunner:
         """
         lengths, images = batch.lengths, batch.images
         sorted_rows = self._sorted(batch)
-        plan = plan_micro_batches(
+        planned = plan_micro_batches(
             lengths.tolist(),
             data_parallel=self.ranks.data,
             token_cap=self.cfg.trainer.max_tokens_per_micro_batch,
             attention_cap=self.cfg.trainer.max_attention_per_micro_batch or None,
-            attention_weight=self.cfg.trainer.attention_weight,
+            cost=row_cost(self.stepped.description),
+            more=self._costs_beside(batch, passes, masked),
+            lockstep=self.lockstep,
             multiple_of=self.multiple_of,
             at_least=self.at_least,
             group_size=group_size,
             patches=None if images is None else images.patches,
             patch_cap=self.cfg.trainer.max_patches_per_micro_batch or None,
-            patch_weight=self.cfg.trainer.patch_weight,
             sorted_rows=sorted_rows,
         )
+        recorder.count("slowest", passes * planned.slowest(self.lockstep))
+        recorder.count("balanced", passes * planned.mean)
+        plan = planned.rows
         tokens = (lengths - 1).tolist()
         fed = [[tokens[row] for row in rows] for batches in plan for rows in batches]
         shared: list[list[int]] = []
@@ -525,6 +533,28 @@ class ModelRunner:
         own = plan[self.ranks.data_rank]
         parts = [_saving(sorted_rows, rows) for rows in own]
         return PlannedRows([torch.tensor(rows, dtype=torch.int64) for rows in own], parts)
+
+    def _costs_beside(
+        self, batch: Rows[Any] | Experience[Any], passes: int, masked: bool
+    ) -> list[float]:
+        """Returns the cost of each row outside the layers, in tokens (`flops.row_cost`): of the LM
+        head, for the tokens of the mask only if `masked`, and of the images.
+        """
+        model = self.stepped.description
+        if self.gives_values:
+            found = [0.0] * len(batch.lengths)
+        else:
+            counts = batch.lengths - 1
+            if masked:
+                counts = batch.mask.sums() if isinstance(batch.mask, Ragged) else batch.mask.sum(1)
+            found = (head_cost(model) * counts).tolist()
+        if batch.images is None:
+            return found
+        share = 1 / passes if self.cfg.model.freeze_vision else 1.0
+        return [
+            head + share * media
+            for head, media in zip(found, media_costs(model, batch.images), strict=True)
+        ]
 
     def _sorted(self, batch: Rows[Any] | Experience[Any]) -> SortedRows | None:
         """Returns the rows in the order of their tokens if computing common beginnings once saves

@@ -31,7 +31,7 @@ TOWERS: Options = {
     "critic.optimizer": TOWER_RATE,
     "rollout": (RolloutConfig, ("max_images", "max_videos")),
     "data": (DataConfig, ("media_folder", "media_hosts", "video_fps", "video_frames")),
-    "trainer": (TrainerConfig, ("max_patches_per_micro_batch", "patch_weight")),
+    "trainer": (TrainerConfig, ("max_patches_per_micro_batch",)),
 }
 
 

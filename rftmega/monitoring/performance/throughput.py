@@ -84,6 +84,8 @@ class Throughput(Observer):
             found["tokens_per_second_update"] = update["tokens"] / update["seconds"] / devices
             found["padding"] = 1 - update["computed"] / update["slots"]
             found["shared_tokens"] = 1 - update["computed"] / max(update["tokens"], 1)
+            slowest = update.get("slowest", 0.0)
+            found["data_parallel_idle"] = 1 - update["balanced"] / slowest if slowest else 0.0
             found["pipeline_bubble"] = update["bubble"] / update["ideal"]
         if "generated_tokens" in metrics:
             found["tokens_per_second_rollout"] = (

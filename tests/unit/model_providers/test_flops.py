@@ -10,8 +10,17 @@ from transformers import (
     Qwen2AudioForConditionalGeneration,
 )
 
-from rftmega.backends.runner.flops import BACKWARD, audio_flops, forward_flops, tower_flops
-from rftmega.model_providers.description import describe
+from rftmega.backends.runner.flops import (
+    BACKWARD,
+    audio_flops,
+    forward_flops,
+    head_cost,
+    media_costs,
+    row_cost,
+    tower_flops,
+)
+from rftmega.core.media_positions import PlacedImage, RowImages
+from rftmega.model_providers.description import ModelDescription, describe
 from rftmega.model_providers.hf_config import read_hf_config
 from rftmega.model_providers.tower import AudioTower
 from tests.tiny_audio import save_tiny_audio
@@ -61,6 +70,42 @@ def test_a_gated_delta_net_multiplies_each_token_with_its_states(tmp_path: Path)
     assert forward_flops(model, [50]) == pytest.approx(
         counter.get_total_flops() + by_hand, rel=1e-6
     )
+
+
+def of_a_token(model: ModelDescription) -> float:
+    """FLOPs of a token in the layers, without its pairs with other tokens."""
+    one, two = (forward_flops(model, [tokens], predicted=0) for tokens in (1, 2))
+    return one - (two - 2 * one) / 2  # n tokens: n x the result + n^2 x the pairs'
+
+
+@pytest.mark.parametrize("variant", ["qwen3", "gpt-oss", "deepseek-v3", "qwen3.5"])
+def test_a_row_costs_its_tokens_and_the_pairs_that_masks_leave(
+    variant: str, tmp_path: Path
+) -> None:
+    model = describe(read_hf_config(save_tiny(tmp_path, variant)))
+    tokens, token = 40, of_a_token(model)
+    pair = (forward_flops(model, [1], predicted=0) - token) / model.attention_layers
+    window = model.window or tokens
+    causal = [(i, j) for i in range(tokens) for j in range(i + 1)]
+    inside = sum(i - j < window for i, j in causal)
+    assert bool(model.windowed) == (variant == "gpt-oss")
+    full = model.attention_layers - len(model.windowed)
+    pairs = full * len(causal) + len(model.windowed) * inside
+    assert row_cost(model)(tokens) == pytest.approx(tokens + pairs * pair / token)
+
+
+def test_the_head_and_the_images_are_counted_in_tokens_of_the_layers(tmp_path: Path) -> None:
+    kind = next(iter(KINDS))
+    model = describe(read_hf_config(save_tiny_vision(tmp_path, kind)))
+    token = of_a_token(model)
+    head = forward_flops(model, [1]) - forward_flops(model, [1], predicted=0)
+    assert head_cost(model) == pytest.approx(head / token)
+    assert model.tower is not None
+    grids = [(1, 4, 8), (1, 8, 8)]
+    placed = [PlacedImage("x", digest=str(grid), grid=grid, start=0, tokens=1) for grid in grids]
+    images = RowImages(((placed[0],), (), (placed[0], placed[1])))
+    one, other = (tower_flops(model.tower, [grid]) / token for grid in grids)
+    assert media_costs(model, images) == pytest.approx([one, 0.0, one + other])
 
 
 def test_learning_takes_three_forward_passes(tmp_path: Path) -> None:

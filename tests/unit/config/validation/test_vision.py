@@ -84,7 +84,6 @@ def test_servers_take_images_and_a_rate_is_a_share(tmp_path: Path) -> None:
         "optimizer.vision_learning_rate=1",
         "critic.optimizer.vision_learning_rate=1",
         "trainer.max_patches_per_micro_batch=9",
-        "trainer.patch_weight=3",
     ],
 )
 def test_a_model_of_words_has_no_such_option(option: str, tmp_path: Path) -> None:
