@@ -13,7 +13,7 @@ GROUPS: Mapping[str, re.Pattern[str]] = {
     ),
     "rollout": re.compile(
         r"reward(_.+)?|spread|varied|response_length|generated_tokens|truncated|routes_known|refills|mixed_answers|staleness(_.+)?"
-        r"|(data|environment|groups|logprob_gap|replay|rollouts?|speculative)_.+|token_mult_prob_error"
+        r"|(data(?!_parallel)|environment|groups|logprob_gap|replay|rollouts?|speculative)_.+|token_mult_prob_error"
     ),
     "train": re.compile(
         r"loss|policy_loss|ratio|ppo_kl|importance(_effective)?|kl|entropy|clip_fraction|(optimizer|skipped|empty)_steps"
