@@ -260,6 +260,14 @@ def test_ranks_wait_at_most_5_percent_for_the_slowest_with_a_long_tail_of_length
     assert mean >= 0.95 * slowest
 
 
+def test_other_ranks_fill_a_micro_batch_beside_a_long_row() -> None:
+    """Micro-batches of equal cost within each rank would let the ranks wait longer."""
+    plan = plan_micro_batches(
+        long_tail(64 * 8), data_parallel=64, token_cap=24_000, cost=QWEN3_8B, lockstep=True
+    )
+    assert plan.mean >= 0.97 * plan.slowest(lockstep=True)
+
+
 def test_ranks_whose_rows_share_beginnings_wait_at_most_5_percent_in_every_micro_batch() -> None:
     lengths = torch.tensor(long_tail(64 * 16))
     tokens = torch.arange(len(lengths))[:, None] // 8 * torch.ones(256, dtype=torch.int64)
