@@ -16,12 +16,16 @@ from benchmarks.models import save_model
 from rftmega.backends.fsdp import runner as fsdp_runner
 from rftmega.backends.megatron import model_runner as megatron_runner
 from rftmega.backends.runner import model_runner
-from rftmega.backends.runner.micro_batches import MicroBatchPlan
+from rftmega.backends.runner.flops import row_cost
+from rftmega.backends.runner.micro_batches import MicroBatchPlan, plan_micro_batches
 from rftmega.config import OptimizerConfig, ParallelConfig
 from rftmega.core.types import Experience, Rows, TokenLoss, TokenStats
+from rftmega.model_providers.description import describe
+from rftmega.model_providers.hf_config import read_hf_config
 from tests.layouts import build_policy
 from tests.ranks import run_ranks
 
+ROOT = Path(__file__).parents[1]
 RANKS, ROWS, LONGEST, ROUNDS = 4, 16, 2048, 3
 RUNNERS: dict[str, ModuleType] = {"megatron": megatron_runner, "fsdp": fsdp_runner}
 
@@ -81,4 +85,29 @@ def idle_shares(folder: Path) -> dict[str, float]:
             idle = sorted(1 - each.mean / each.slowest(lockstep) for each in rounds)
             name = "by_tokens" if by_tokens else "idle"
             found[f"{backend}: {name}"] = idle[len(idle) // 2]
+    return found
+
+
+def simulated_shares(folder: Path) -> dict[str, float]:
+    """Returns the planned idle share of a model of 8 billion parameters: lognormal lengths of at
+    most 16,384 tokens, 16 rows a rank, and micro-batches of at most 32,768 tokens.
+    """
+    cost = row_cost(describe(read_hf_config(ROOT / "examples" / "planning" / "qwen3-8b")))
+    found = {}
+    for ranks in (64, 1024):
+        torch.manual_seed(0)
+        tail = (2000 * torch.randn(16 * ranks).exp()).long().clamp(max=16_128)
+        lengths = (256 + tail).tolist()
+        for name, lockstep in (("in total", False), ("in every micro-batch", True)):
+            for kind, by in (("idle", cost), ("by tokens", float)):
+                plan = plan_micro_batches(
+                    lengths, data_parallel=ranks, token_cap=32_768, cost=by, lockstep=lockstep
+                )
+                costs = [
+                    [sum(cost(lengths[row]) for row in batch) for batch in batches]
+                    for batches in plan.rows
+                ]
+                judged = plan._replace(costs=costs)
+                idle = 1 - judged.mean / judged.slowest(lockstep)
+                found[f"{ranks} ranks, {name}: {kind}"] = idle
     return found

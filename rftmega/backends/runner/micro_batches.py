@@ -13,8 +13,8 @@ from rftmega.core.shared_prefixes import SortedRows
 GRID = 8  # padded tokens of rows that share some, over the cap on computed ones: losses are padded
 # limits on a micro-batch's cost that are tried: shares of the way from an equal share to no limit
 LIMITS = (0.0, 0.05, 0.1, 0.2, 0.4, 0.7)
-PIECES = (4, 12)  # runs of rows per micro-batch that are tried, where rows share tokens
-GOOD = 1.01  # planned time over the least possible one at which no other division is tried
+RUNS_PER_MICRO_BATCH = (4, 12)  # that are tried, where rows share tokens
+CLOSE = 1.01  # planned time over the least possible one at which no other division is tried
 
 
 def fewest_micro_batches(pipeline: int) -> int:
@@ -53,7 +53,7 @@ def plan_micro_batches(
     token_cap: int,
     attention_cap: int | None = None,
     cost: Callable[[int], float] = float,
-    more: Sequence[float] | None = None,
+    extra_costs: Sequence[float] | None = None,
     lockstep: bool = False,
     multiple_of: int = 1,
     at_least: int = 1,
@@ -65,7 +65,7 @@ def plan_micro_batches(
     """Assigns rows (token sequences of the given `lengths`) to micro-batches of `data_parallel`
     ranks.
 
-    A row of n tokens costs cost(n) + `more`[row], such as for its images. Karmarkar-Karp
+    A row of n tokens costs cost(n) + `extra_costs`[row], such as for its images. Karmarkar-Karp
     differencing gives the ranks nearly equal cost. A micro-batch holds at most `token_cap` tokens,
     `attention_cap` squared tokens and `patch_cap` patches. Each rank's micro-batches have nearly
     equal cost, or where that makes ranks that meet (`MicroBatchPlan.slowest`) wait less, some are
@@ -78,7 +78,7 @@ def plan_micro_batches(
     incomplete last group.
     """
     assert len(lengths) % group_size == 0, (len(lengths), group_size)
-    more = more or [0.0] * len(lengths)
+    extra = extra_costs or [0.0] * len(lengths)
     groups = [
         list(range(first, first + group_size)) for first in range(0, len(lengths), group_size)
     ]
@@ -90,7 +90,7 @@ def plan_micro_batches(
             sum(n * n for n in own) - sum(n * n for n in shared),
             0 if patches is None else sum(patches[row] for row in rows),
             len(own) * max(own, default=0),
-            sum(map(cost, own)) + sum(more[row] for row in rows) - sum(map(cost, shared)),
+            sum(map(cost, own)) + sum(extra[row] for row in rows) - sum(map(cost, shared)),
         )
 
     def shared(rows: Sequence[int]) -> Sequence[int]:
@@ -121,7 +121,7 @@ def plan_micro_batches(
         limits = [caps_of(own.tokens) for own in ranks]
         fewest = [own.fewest(cap) for own, cap in zip(ranks, limits, strict=True)]
         count = _rounded(fewest, multiple_of)
-        candidates = chain([fewest], _of_pieces(ranks, limits, fewest, count))
+        candidates = chain([fewest], _of_runs(ranks, limits, fewest, count))
     else:
         parts = karmarkar_karp([each.cost for each in held], data_parallel)
         limits = [caps_of(sum(held[item].tokens for item in items)) for items in parts]
@@ -155,7 +155,7 @@ def _of_items(
         yield items.packed([cap._replace(cost=limit) for cap in caps], count, cheapest=False)
 
 
-def _of_pieces(
+def _of_runs(
     ranks: Sequence[NeighbouringRows],
     caps: Sequence[Sizes],
     fewest: Sequence[Sequence[Batch]],
@@ -164,7 +164,7 @@ def _of_pieces(
     """Yields divisions of each rank's rows into `count` micro-batches: of runs of rows that share
     tokens, which are packed like rows that share none. `fewest`: a division by the caps alone.
     """
-    for number in PIECES:
+    for number in RUNS_PER_MICRO_BATCH:
         rows: list[list[int]] = []
         sizes: list[Sizes] = []
         held = []
@@ -195,7 +195,7 @@ def _best(
     if not lockstep or count == 1:
         return found
     plan = _plan(found, fewest, count)
-    least, slowest = GOOD * plan.slowest(lockstep=False), plan.slowest(lockstep)
+    least, slowest = CLOSE * plan.slowest(lockstep=False), plan.slowest(lockstep)
     for division in candidates:
         if slowest <= least:
             break

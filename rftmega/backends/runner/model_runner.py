@@ -501,7 +501,7 @@ class ModelRunner:
             token_cap=self.cfg.trainer.max_tokens_per_micro_batch,
             attention_cap=self.cfg.trainer.max_attention_per_micro_batch or None,
             cost=row_cost(self.stepped.description),
-            more=self._costs_beside(batch, passes, masked),
+            extra_costs=self._costs_beside(batch, passes, masked),
             lockstep=self.lockstep,
             multiple_of=self.multiple_of,
             at_least=self.at_least,

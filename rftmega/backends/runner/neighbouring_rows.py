@@ -12,7 +12,7 @@ from rftmega.backends.runner.balanced_partition import karmarkar_karp
 from rftmega.backends.runner.micro_batch_packing import ADDED, Batch, Sizes
 from rftmega.core.shared_prefixes import SortedRows
 
-RUNS = (1, 1.5, 2, 3, 4, 8)  # of rows per rank, that are tried
+RUNS_PER_RANK = (1, 1.5, 2, 3, 4, 8)  # that are tried
 
 
 class NeighbouringRows:
@@ -102,7 +102,7 @@ class NeighbouringRows:
         if parts == 1:
             return [self]
         found: dict[float, tuple[list[tuple[int, int]], list[list[int]]]] = {}
-        for number in RUNS:
+        for number in RUNS_PER_RANK:
             runs = self.cut(round(number * parts))
             costs = [self.cost(*run) for run in runs]
             ranks = karmarkar_karp(costs, parts)

@@ -25,6 +25,15 @@ from tests.tiny_models import save_tiny
         (["algorithm.epochs_per_rollout=2"], False),
         (["algorithm.kl.coef=0.1", "algorithm.kl.placement=reward"], False),
         (["algorithm.replay.max_age=1"], False),
+        (
+            [
+                "algorithm.on_policy_share=0.75",
+                "data.ptx=some.jsonl",
+                "algorithm.teachers=[{path: self}]",
+            ],
+            False,
+        ),
+        (["algorithm.teachers=[{path: self}]"], True),
         (["model.dropout=0.1"], False),
         (["rollout.on_update=keep"], False),
     ],

@@ -11,7 +11,7 @@ from rftmega.config import RunConfig, load
 from rftmega.config.options.algorithms import CPGD, GAE, GSPO, Clip, GroupNorm, TokenImportance
 from rftmega.config.options.parts import IMPLEMENTATIONS, Advantage, implements
 from rftmega.config.options.preference import KTO
-from rftmega.config.renamed import RENAMED, RENAMED_TYPES
+from rftmega.config.renamed import REMOVED, RENAMED, RENAMED_TYPES
 from rftmega.config.tree import choices_of, options, unions, walk
 from rftmega.config.validation import violations
 from rftmega.core.errors import ConfigError
@@ -163,6 +163,12 @@ def test_every_former_name_is_refused_with_one_that_there_is(path: Path) -> None
         path.write_text(f"model: {{path: x}}\n{section}: {{{leaf}: 1}}\n")
         assert f"{former} is now {now}." in refusal(path)
         path.write_text("model: {path: x}\n")
+
+
+def test_every_removed_option_is_refused_with_the_reason(path: Path) -> None:
+    for former, why in REMOVED.items():
+        assert former not in options()
+        assert f"{former} was removed. {why} Remove it." in refusal(path, f"{former}=1")
 
 
 def test_other_systems_options_that_truncate_sampling_are_refused_with_where_they_may_be(
