@@ -1,6 +1,7 @@
 """Reads the YAML files of a config: the given file and the files that it names as `base`."""
 
 import difflib
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -10,6 +11,7 @@ import yaml
 from rftmega.core.errors import ConfigError
 
 MOST_VALUES = 100_000  # maximum per document; repeated anchors can expand to more
+UNUSABLE = re.compile("[\ud800-\udfff\0]")  # halves of characters, and the end of a file's name
 Given = str | Path | Mapping[str, Any]
 
 
@@ -41,21 +43,21 @@ class StrictLoader(yaml.SafeLoader):
 def read_yaml(text: str) -> Any:
     """Returns the content of a YAML text with a single document.
 
-    Raises a YAML error for invalid YAML; ValueError for an invalid date or number, and for a value
-    that contains itself or is too large.
+    Raises a YAML error for invalid YAML; ValueError for an invalid date or number, for a value that
+    contains itself or is too large, and for a text that no file can hold or be named by.
     """
     loader = StrictLoader(text)
     try:
         document = loader.get_single_data()
     finally:
         loader.dispose()
-    _refuse_endless(document)
+    _refuse_unusable(document)
     return document
 
 
-def _refuse_endless(document: Any) -> None:
+def _refuse_unusable(document: Any) -> None:
     """Raises ValueError if a list or dictionary contains itself, or expands to more than
-    MOST_VALUES values.
+    MOST_VALUES values, and for a text with a lone surrogate or a NUL.
     """
     above: list[int] = []  # the lists and dictionaries around the current value
     waiting: list[tuple[Any, int]] = [(document, 0)]
@@ -67,13 +69,15 @@ def _refuse_endless(document: Any) -> None:
             raise ValueError(
                 f"it has more than {MOST_VALUES} values. Do its anchors (&) repeat each other (*)?"
             )
-        if not isinstance(value, dict | list | set | tuple):
+        if isinstance(value, str) and (found := UNUSABLE.search(value)):
+            raise ValueError(f"a text contains {found[0]!r}, which is no character. Remove it.")
+        if not isinstance(value, Mapping | list | set | tuple):
             continue
         del above[depth:]
         if id(value) in above:
             raise ValueError("an anchor (&) holds itself (*). Write out what it is to hold.")
         above.append(id(value))
-        inner = [*value, *value.values()] if isinstance(value, dict) else value
+        inner = [*value, *value.values()] if isinstance(value, Mapping) else value
         waiting += [(each, depth + 1) for each in inner]
 
 
@@ -96,7 +100,7 @@ def _layers(path: Path, given: Given, below: tuple[Path, ...] = ()) -> Iterator[
         raise ConfigError(
             f"{path} is its own base: {' -> '.join(map(str, (*below, path.resolve())))}. Take base out of one."
         )
-    tree = dict(given) if isinstance(given, Mapping) else _tree_of(path)
+    tree = _dictionary(given) if isinstance(given, Mapping) else _tree_of(path)
     folder, base = path.parent if is_file else path, tree.pop("base", None)
     if base is not None:
         if not isinstance(base, str):
@@ -105,6 +109,14 @@ def _layers(path: Path, given: Given, below: tuple[Path, ...] = ()) -> Iterator[
             )
         yield from _layers(folder / base, folder / base, (*below, path.resolve()))
     yield Layer(folder, tree)
+
+
+def _dictionary(given: Mapping[str, Any]) -> dict[str, Any]:
+    try:
+        _refuse_unusable(given)
+    except ValueError as error:
+        raise ConfigError(f"The dictionary can't be a config: {error}") from error
+    return dict(given)
 
 
 def _tree_of(path: Path) -> dict[str, Any]:

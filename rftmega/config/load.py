@@ -15,7 +15,7 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import InterpolationValidationError, OmegaConfBaseException
 
-from rftmega.config.files import Given, layers_of, read_yaml
+from rftmega.config.files import UNUSABLE, Given, layers_of, read_yaml
 from rftmega.config.paths import is_recipe_path, misplaced
 from rftmega.config.plugins import plugin_parts
 from rftmega.config.renamed import RENAMED_TYPES, renamed
@@ -74,6 +74,8 @@ def parse_override(text: str, plugins: Plugins = ()) -> tuple[str, Any]:
             f"{text!r} is not an override. Write option=value, e.g. parallel.tensor=2."
         )
     told = name if holds_secrets(name) else repr(text)
+    if UNUSABLE.search(text):
+        raise ConfigError(f"{told} contains bytes that are no characters (it is not UTF-8).")
     if not value or options(plugins).get(name) is str:  # a regular expression may look like YAML
         return name, value
     try:

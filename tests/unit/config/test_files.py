@@ -62,6 +62,8 @@ SIGNS = [
         ),
         (b"a: &a {b: *a}", "an anchor (&) holds itself (*)"),
         (b"[" * 100_000, "nested too deep"),
+        (b'model: {path: "\\ud800"}', "a text contains '\\ud800', which is no character"),
+        (b'plugins: ["a\\0b"]', "a text contains '\\x00', which is no character"),
         (
             START.encode() + b"trainer: {steps: 2024-13-45}",
             "run.yaml is not YAML: month must be in 1..12",
@@ -78,6 +80,17 @@ def test_what_is_wrong_with_a_file_is_said_with_its_line(
     with pytest.raises(ConfigError) as raised:
         load(path)
     assert told in str(raised.value)
+
+
+def test_texts_that_are_not_characters_are_refused_in_dictionaries_and_overrides_too(
+    tmp_path: Path,
+) -> None:
+    with pytest.raises(ConfigError, match="The dictionary can't be a config: a text contains"):
+        load({"model": {"path": "\ud800"}})
+    path = tmp_path / "run.yaml"
+    path.write_text(START)
+    with pytest.raises(ConfigError, match="contains bytes that are no characters"):
+        load(path, ["model.path=a\udcff"])
 
 
 def test_a_folder_and_a_file_that_is_not_there_are_told_apart(tmp_path: Path) -> None:
