@@ -12,10 +12,10 @@ update (training), push (weight sync to the engines); and data (rollouts move fr
 the micro-batches). All sequences have the maximum length, and routing to experts is balanced: the
 worst case of memory except for a skewed router. Kinds:
   parameters, gradients, main_parameters, adam    as Megatron's buffers contain them, with padding
-  activations    stored for the backward pass, and one layer's working memory (arXiv:2205.05198); batches on the device
+  activations    stored for the backward pass, and the working memory of a layer (arXiv:2205.05198) or, on the last stage,
+                 of the LM head (logits of 1024 tokens at a time, gradient of its weight); batches on the device
   gathered       of FSDP2: whole layers while they compute, and communication buffers
   tower          activations of a vision encoder, on the first stage, if prompts consist only of images
-  log_probs      hidden states and logits of 1024 tokens at a time, on the last stage; gradient of the output weight
   engine_weights, engine_working, kv_cache    of vLLM: it takes rollout.memory_fraction of a device, the cache what is left
   push_buffers   messages of two buckets (trainer.push_bucket_mib), simulated
   reserved       --reserved-gb: CUDA's context, NCCL, allocator fragmentation
@@ -66,7 +66,7 @@ if TYPE_CHECKING:
 GB = 1e9
 KINDS = (
     *("parameters", "gradients", "main_parameters", "adam"),
-    *("gathered", "activations", "tower", "log_probs"),
+    *("gathered", "activations", "tower"),
     *("engine_weights", "engine_working", "kv_cache", "push_buffers", "reserved"),
 )
 WIDTH = 100  # columns

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rftmega.algorithms.filters import clip_filter_weight
-from rftmega.algorithms.gae import gae
+from rftmega.algorithms.gae import discounted_returns, gae
 from rftmega.algorithms.groups import varied
 from rftmega.config.options.algorithms import (
     GAE,
@@ -88,20 +88,6 @@ def token_rewards(
     if turns is not None:
         placed = placed + torch.where(mask, turns, 0.0)
     return placed if penalty is None else placed - torch.where(mask, penalty, 0.0)
-
-
-def discounted_returns(reward: Tensor, mask: Tensor, gamma: float) -> Tensor:
-    """Returns the discounted return of each token [B, T]: the sum of the rewards [B, T] of this
-    token and all later ones, discounted by `gamma` per token.
-
-    Tokens outside the mask do not count as steps of discounting.
-    """
-    found = torch.zeros_like(reward)
-    running = reward.new_zeros(len(reward))
-    for t in reversed(range(reward.shape[1])):
-        running = torch.where(mask[:, t], reward[:, t] + gamma * running, running)
-        found[:, t] = torch.where(mask[:, t], running, 0.0)
-    return found
 
 
 def whitened(advantage: Tensor, mask: Tensor, *, eps: float = 1e-8) -> Tensor:

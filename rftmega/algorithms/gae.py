@@ -1,7 +1,10 @@
-"""Generalised advantage estimation (GAE)."""
+"""Generalised advantage estimation (GAE), and discounted returns."""
 
 import torch
 from torch import Tensor
+from torch.nn import functional
+
+BLOCK = 128  # columns that are computed at a time
 
 
 def gae(
@@ -16,13 +19,51 @@ def gae(
     value model.
     """
     acted = mask.bool()
-    value, reward = torch.where(acted, values, 0.0).double(), rewards.double()
-    advantage = torch.zeros_like(value)
-    later_value = later_advantage = value.new_zeros(len(value))
-    for t in reversed(range(value.shape[1])):
-        surprise = reward[:, t] + gamma * later_value - value[:, t]
-        found = surprise + gamma * lambd * later_advantage
-        advantage[:, t] = torch.where(acted[:, t], found, 0.0)
-        later_value = torch.where(acted[:, t], value[:, t], later_value)
-        later_advantage = torch.where(acted[:, t], found, later_advantage)
-    return advantage.to(values.dtype), (advantage + value).to(values.dtype)
+    value, reward = (_together(x.double(), acted) for x in (values, rewards))
+    following = functional.pad(value[:, 1:], (0, 1))
+    surprise = reward + gamma * following - value
+    advantage = _apart(sums_of_later(surprise, gamma * lambd), acted)
+    returns = advantage + torch.where(acted, values, 0.0)
+    return advantage.to(values.dtype), returns.to(values.dtype)
+
+
+def discounted_returns(reward: Tensor, mask: Tensor, gamma: float) -> Tensor:
+    """Returns the discounted return of each token [B, T]: the sum of the rewards [B, T] of this
+    token and all later ones, discounted by `gamma` per token.
+
+    Tokens outside the mask do not count as steps of discounting, and get 0.
+    """
+    found = sums_of_later(_together(reward.double(), mask), gamma)
+    return _apart(found, mask).to(reward.dtype)
+
+
+def sums_of_later(x: Tensor, decay: float) -> Tensor:
+    """Returns y [B, T] with y_t = x_t + decay * y_{t + 1}, and 0 after the last one: the sum of x at
+    t and later, each with the factor decay^distance.
+
+    BLOCK columns are computed at a time, so a long row takes few operations.
+    """
+    blocks = -(-x.shape[1] // BLOCK)
+    padded = functional.pad(x, (0, blocks * BLOCK - x.shape[1])).unflatten(1, (blocks, BLOCK))
+    column = torch.arange(BLOCK, dtype=x.dtype, device=x.device)
+    distance = column - column[:, None]
+    within = torch.where(distance >= 0, decay ** distance.clamp(min=0), 0.0)
+    found = padded @ within.T
+    to_next = decay ** (BLOCK - column)
+    for block in reversed(range(blocks - 1)):
+        found[:, block] += found[:, block + 1, :1] * to_next
+    return found.flatten(1)[:, : x.shape[1]]
+
+
+def _together(x: Tensor, mask: Tensor) -> Tensor:
+    """Moves the values of each row's mask to the front of the row, in their order, followed by 0."""
+    place = torch.where(mask, mask.cumsum(1) - 1, x.shape[1])
+    found = x.new_zeros(len(x), x.shape[1] + 1)
+    return found.scatter_(1, place, torch.where(mask, x, 0.0))[:, :-1]
+
+
+def _apart(x: Tensor, mask: Tensor) -> Tensor:
+    """Moves the values at the front of each row to the places of the mask: the inverse of
+    `_together`.
+    """
+    return torch.where(mask, x.gather(1, (mask.cumsum(1) - 1).clamp(min=0)), 0.0)

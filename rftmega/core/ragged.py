@@ -9,6 +9,8 @@ from torch import Tensor
 from torch.nn import functional
 
 CHUNK = 1 << 24  # maximum elements padded at a time
+# rows are padded up to this many times their own elements, for example short rows beside a long one
+PADDED, ALWAYS = 4, 1 << 18  # elements that may be padded in any case
 SHORT = 256  # mean length below which one gather is faster than a copy per row
 
 
@@ -161,8 +163,7 @@ def by_rows(function: Callable[..., Tensor], *given: Any) -> Ragged:
     results as a Ragged.
 
     `given`: Ragged of the same rows (the function gets [b, T] of each), tensors [B] (the function
-    gets [b]) or any other value, passed on unchanged. The function returns [b, T]. A chunk has at
-    most CHUNK padded elements, but at least one row.
+    gets [b]) or any other value, passed on unchanged. The function returns [b, T].
     """
     like = next(one for one in given if isinstance(one, Ragged))
     found: list[Tensor] = []
@@ -180,14 +181,17 @@ def _of_rows(given: Any, index: Tensor) -> Any:
 
 
 def chunks(lengths: Tensor) -> Iterator[Tensor]:
-    """Yields the indices of consecutive rows that together need at most CHUNK elements when padded;
-    at least one row each.
+    """Yields the indices of consecutive rows that are padded together; at least one row each.
+
+    Padded, they have at most CHUNK elements, and at most PADDED times as many as without padding
+    (or ALWAYS).
     """
-    begin, widest = 0, 0
+    begin, widest, total = 0, 0, 0
     for row, length in enumerate(lengths.tolist()):
-        widest = max(widest, length)
-        if row > begin and (row + 1 - begin) * widest > CHUNK:
+        widest, total = max(widest, length), total + length
+        most = min(CHUNK, max(ALWAYS, PADDED * total))
+        if row > begin and (row + 1 - begin) * widest > most:
             yield torch.arange(begin, row)
-            begin, widest = row, length
+            begin, widest, total = row, length, length
     if begin < len(lengths):
         yield torch.arange(begin, len(lengths))

@@ -13,12 +13,11 @@ from torch import Tensor
 
 from rftmega.algorithms import kl
 from rftmega.algorithms.advantages import (
-    discounted_returns,
     group_normalised,
     leave_one_out,
     token_rewards,
 )
-from rftmega.algorithms.gae import gae
+from rftmega.algorithms.gae import discounted_returns, gae
 from rftmega.core.interfaces import Reward
 from rftmega.core.media_positions import PlacedImage
 from rftmega.core.sampling_seeds import sampling_seed

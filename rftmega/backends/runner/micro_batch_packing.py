@@ -56,6 +56,12 @@ class Items:
         nothing = numpy.zeros((1, len(ADDED)))
         # [rank, item, kind]; 0 where a rank has fewer items
         self.sizes = numpy.concatenate([table.reshape(-1, len(ADDED)), nothing])[self.order]
+        # [rank, item]: number of rows, and tokens of the longest
+        members = [len(own) for own in rows]
+        longest = [each.grid / count for each, count in zip(sizes, members, strict=True)]
+        self.members, self.longest = (
+            numpy.array([*of_items, 0.0])[self.order] for of_items in (members, longest)
+        )
 
     def packed(
         self, caps: Sequence[Sizes], count: int, *, cheapest: bool
@@ -65,17 +71,23 @@ class Items:
         for a rank whose items don't have room.
         """
         limits = numpy.array([[getattr(cap, name) for name in ADDED] for cap in caps])
+        grids = numpy.array([[cap.grid] for cap in caps])
         loads = numpy.zeros((len(caps), count, len(ADDED)))
+        members, longest = numpy.zeros((2, len(caps), count))
         places = numpy.full(self.order.shape, -1)
         fits = numpy.ones(len(caps), dtype=bool)
         ranks = numpy.arange(len(caps))
         for item in range(self.order.shape[1]):
             own = self.sizes[:, item]
-            room = (loads + own[:, None] <= limits[:, None]).all(-1)
+            more = members + self.members[:, item, None]
+            widest = numpy.maximum(longest, self.longest[:, item, None])
+            room = (loads + own[:, None] <= limits[:, None]).all(-1) & (more * widest <= grids)
             costs = loads[..., -1] if cheapest else numpy.zeros(room.shape)
             place = numpy.where(room, costs, numpy.inf).argmin(1)
             fits &= room.any(1)
             loads[ranks, place] += own
+            members[ranks, place] = more[ranks, place]
+            longest[ranks, place] = widest[ranks, place]
             places[:, item] = place
         return [
             self._batches(*rank) if fit else None

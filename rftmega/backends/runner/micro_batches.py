@@ -10,7 +10,8 @@ from rftmega.backends.runner.micro_batch_packing import Batch, Items, Sizes
 from rftmega.backends.runner.neighbouring_rows import NeighbouringRows
 from rftmega.core.shared_prefixes import SortedRows
 
-GRID = 8  # padded tokens of rows that share some, over the cap on computed ones: losses are padded
+# padded tokens of a micro-batch over the cap on its tokens: a loss gets rows padded to the longest
+GRID = 8
 # limits on a micro-batch's cost that are tried: shares of the way from an equal share to no limit
 LIMITS = (0.0, 0.05, 0.1, 0.2, 0.4, 0.7)
 RUNS_PER_MICRO_BATCH = (4, 12)  # that are tried, where rows share tokens
@@ -67,7 +68,8 @@ def plan_micro_batches(
 
     A row of n tokens costs cost(n) + `extra_costs`[row], such as for its images. Karmarkar-Karp
     differencing gives the ranks nearly equal cost. A micro-batch holds at most `token_cap` tokens,
-    `attention_cap` squared tokens and `patch_cap` patches. Each rank's micro-batches have nearly
+    `attention_cap` squared tokens and `patch_cap` patches, and padded to its longest row at most
+    GRID times `token_cap` tokens (or one group). Each rank's micro-batches have nearly
     equal cost, or where that makes ranks that meet (`MicroBatchPlan.slowest`) wait less, some are
     fuller; the costliest come first. Their number is as low as the caps allow, a multiple of
     `multiple_of`, as the interleaved pipeline schedule requires, and at least `at_least` if the
@@ -104,7 +106,7 @@ def plan_micro_batches(
         token_cap,
         math.inf if attention_cap is None else attention_cap,
         math.inf if patch_cap is None else patch_cap,
-        math.inf,
+        max(GRID * token_cap, most.grid),
         math.inf,
     )
     assert most.fit(caps), (most, caps)
@@ -115,7 +117,6 @@ def plan_micro_batches(
 
     candidates: Iterator[_Division]
     if sorted_rows is not None and group_size == 1:
-        caps = caps._replace(grid=GRID * token_cap)
         neighbours = NeighbouringRows(sorted_rows.order.tolist(), sorted_rows, sizes)
         ranks = neighbours.divided(data_parallel)
         limits = [caps_of(own.tokens) for own in ranks]

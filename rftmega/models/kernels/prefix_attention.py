@@ -7,7 +7,7 @@ logarithm of its softmax denominator, from which the joint result is computed.
 """
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -43,79 +43,114 @@ def attend_to_prefix(
     """
     width = value.shape[-1]
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    # one size for all, which CUDA's kernel can load
-    widest = -(-max(query.shape[-1], width) // 8) * 8
-    query, key, value = (F.pad(x, (0, widest - x.shape[-1])) for x in (query, key, value))
-    attended: Tensor = _Joined.apply(query, key, value, scale, sinks)
+    attended: Tensor = _Joined.apply(*padded_heads(query, key, value), scale, sinks)
     return attended[..., :width]
 
 
-class _Joined(torch.autograd.Function):
-    """_Joined computes the causal attention of a chunk's queries in two halves, over the keys
-    before the chunk (no mask) and over the chunk's own keys (causal mask); the output of each half
-    is weighted by its share of the softmax denominator. Sinks are a part of the denominator.
-
-    In the backward pass a kernel that gets the joint output and denominator computes the gradients
-    of its half.
+def padded_heads(*tensors: Tensor) -> list[Tensor]:
+    """Returns the tensors [..., d] with zeros behind the values of each head, up to one size for
+    all tensors that CUDA's kernel can load: a multiple of 8. A tensor of this size is not copied.
     """
+    widest = -(-max(x.shape[-1] for x in tensors) // 8) * 8
+    return [x if x.shape[-1] == widest else F.pad(x, (0, widest - x.shape[-1])) for x in tensors]
+
+
+class Attended(NamedTuple):
+    """Attended is the attention of a chunk's queries, with what its backward pass needs."""
+
+    values: Tensor  # [b, heads, q, d]
+    denominator: Tensor  # [b, heads, q]: logarithms of the softmax denominators
+    seeds: tuple[tuple[Any, ...], ...]  # further inputs of the kernel's backward pass, by half
+
+
+class KeyGradients(NamedTuple):
+    """KeyGradients are the gradients of a chunk's queries [b, heads, q, d], and of the keys and
+    values [b, groups, k, d] before the chunk and in it.
+    """
+
+    query: Tensor
+    before: tuple[Tensor, Tensor] | None  # None: there are none before the chunk
+    own: tuple[Tensor, Tensor]
+
+
+def attend_forward(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, sinks: Tensor | None
+) -> Attended:
+    """Computes causal attention as `attend_to_prefix` does, without a gradient, for heads of one
+    size: over the keys before the chunk (no mask) and over the chunk's own keys (causal mask). The
+    output of each half is weighted by its share of the softmax denominator. Sinks are a part of
+    the denominator.
+    """
+    groups, split = key.shape[1], key.shape[2] - query.shape[2]
+    before, own = _halves(key, value, split)
+    second, second_sum, more_seeds = _forward(query, *_wide(query, *own), True, scale)
+    parts, seeds = [(second, second_sum)], [more_seeds]
+    if split:
+        first, first_sum, first_seeds = _forward(_behind(query, groups), *before, False, scale)
+        parts.append((_beside(first, query), _beside(first_sum, query)))
+        seeds.append(first_seeds)
+    sums = [each for _, each in parts]
+    if sinks is not None:
+        sums.append(sinks.to(second_sum.dtype)[:, None].expand_as(second_sum))
+    denominator = functools.reduce(torch.logaddexp, sums)
+    shares = [part * (each - denominator).exp()[..., None] for part, each in parts]
+    values = functools.reduce(torch.add, shares).to(query.dtype)
+    return Attended(values, denominator, tuple(seeds))
+
+
+def attend_backward(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, attended: Attended, scale: float
+) -> KeyGradients:
+    """Returns the gradients of the inputs of `attend_forward`, whose result was `attended`: a
+    kernel that gets the joint output and denominator computes the gradients of its half.
+    """
+    groups, split = key.shape[1], key.shape[2] - query.shape[2]
+    before, own = _halves(key, value, split)
+    result = attended.values, attended.denominator
+    to_query, *second = _backward(
+        grad, query, *_wide(query, *own), *result, attended.seeds[0], True, scale
+    )
+    # summed over the heads of a group
+    to_key, to_value = (x.unflatten(1, (groups, -1)).sum(2) for x in second)
+    if not split:
+        return KeyGradients(to_query, None, (to_key, to_value))
+    many, queries, values, sums = (_behind(x, groups) for x in (grad, query, *result))
+    first = _backward(many, queries, *before, values, sums, attended.seeds[1], False, scale)
+    return KeyGradients(
+        _beside(first[0], query) + to_query, (first[1], first[2]), (to_key, to_value)
+    )
+
+
+class _Joined(torch.autograd.Function):
+    """_Joined is `attend_forward` with its gradient."""
 
     @staticmethod
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, scale: float, sinks: Tensor | None
     ) -> Tensor:
-        ctx.scale, ctx.split = scale, key.shape[2] - query.shape[2]
-        groups = key.shape[1]
-        before, own = _halves(key, value, ctx.split)
-        second, second_sum, more_seeds = _forward(query, *_wide(query, *own), True, scale)
-        parts, ctx.seeds = [(second, second_sum)], (more_seeds,)
-        if ctx.split:
-            first, first_sum, seeds = _forward(_behind(query, groups), *before, False, scale)
-            parts.append((_beside(first, query), _beside(first_sum, query)))
-            ctx.seeds = (more_seeds, seeds)
-        sums = [each for _, each in parts]
-        if sinks is not None:
-            sums.append(sinks.to(second_sum.dtype)[:, None].expand_as(second_sum))
-        denominator = functools.reduce(torch.logaddexp, sums)
-        shares = [part * (each - denominator).exp()[..., None] for part, each in parts]
-        attended = functools.reduce(torch.add, shares).to(query.dtype)
-        ctx.save_for_backward(query, key, value, attended, denominator, sinks)
-        return attended
+        found = attend_forward(query, key, value, scale, sinks)
+        ctx.scale, ctx.seeds = scale, found.seeds
+        ctx.save_for_backward(query, key, value, found.values, found.denominator, sinks)
+        return found.values
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, None, Tensor | None]:
-        query, key, value, attended, denominator, sinks = ctx.saved_tensors
-        groups = key.shape[1]
-        before, own = _halves(key, value, ctx.split)
-        to_query, *second = _backward(
-            grads[0],
-            query,
-            *_wide(query, *own),
-            attended,
-            denominator,
-            ctx.seeds[0],
-            True,
-            ctx.scale,
-        )
-        # summed over the heads of a group
-        to_key, to_value = (x.unflatten(1, (groups, -1)).sum(2) for x in second)
-        if ctx.split:
-            grad, whole, sums = (_behind(x, groups) for x in (grads[0], attended, denominator))
-            first = _backward(
-                grad, _behind(query, groups), *before, whole, sums, ctx.seeds[1], False, ctx.scale
-            )
-            to_query = _beside(first[0], query) + to_query
-            to_key, to_value = torch.cat([first[1], to_key], 2), torch.cat([first[2], to_value], 2)
-        return to_query, to_key, to_value, None, _to_sinks(grads[0], attended, denominator, sinks)
+        query, key, value, values, denominator, sinks = ctx.saved_tensors
+        attended = Attended(values, denominator, ctx.seeds)
+        found = attend_backward(grads[0], query, key, value, attended, ctx.scale)
+        to_key, to_value = found.own
+        if found.before is not None:
+            to_key = torch.cat([found.before[0], to_key], 2)
+            to_value = torch.cat([found.before[1], to_value], 2)
+        to_sinks = None if sinks is None else gradient_of_sinks(grads[0], attended, sinks)
+        return found.query, to_key, to_value, None, to_sinks
 
 
-def _to_sinks(
-    grad: Tensor, attended: Tensor, denominator: Tensor, sinks: Tensor | None
-) -> Tensor | None:
-    """Returns the gradient of the sinks: a sink's share takes from all weights of its head."""
-    if sinks is None:
-        return None
+def gradient_of_sinks(grad: Tensor, attended: Attended, sinks: Tensor) -> Tensor:
+    """Returns the gradient of the sinks [heads]: a sink's share takes from all weights of its head."""
+    denominator = attended.denominator
     share = (sinks.to(denominator.dtype)[:, None] - denominator).exp()
-    taken = (grad.to(denominator.dtype) * attended).sum(-1)
+    taken = (grad.to(denominator.dtype) * attended.values).sum(-1)
     return -(share * taken).sum((0, 2)).to(sinks.dtype)
 
 

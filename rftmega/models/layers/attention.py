@@ -1,14 +1,11 @@
 """Core attention over packed rows in plain torch: a token attends only to tokens of its own row,
 and padding is not computed. Rows that begin alike may share the tokens of their beginning.
-Under context parallelism each process holds two chunks of every row, the c-th from the front and
-the c-th from the back (zig-zag: equal work for all processes under a causal mask), and gathers the
-keys and values of the other processes.
+Under context parallelism each process computes two chunks of every row (context_attention.py).
 """
 
 import contextlib
-import itertools
-from collections import defaultdict
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from megatron.core import tensor_parallel
@@ -24,6 +21,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from rftmega.core.errors import ConfigError
+from rftmega.models.kernels.context_attention import (
+    RowChunk,
+    attend_across,
+    chunks_of,
+    gathered,
+)
 from rftmega.models.kernels.prefix_attention import attend_to_prefix, has_kernel
 from rftmega.models.kernels.tree_attention import SegmentTree, attend_to_tree
 
@@ -98,37 +101,43 @@ class PackedAttention(torch.nn.Module):
             return self._attend(*rows).permute(2, 0, 1, 3).flatten(2)
         self._refuse_long_rows(query, packed_seq_params)
         tree: SegmentTree | None = getattr(packed_seq_params, "tree", None)
-        narrow = tree is not None and self.window is not None and self.window < tree.longest
-        if tree is not None and not narrow and not self._dropout and has_kernel(query):
-            attended = attend_to_tree(query, key, value, tree, self.scale, self.softmax_offset)
-            return attended.flatten(1)
+        longest: Any = packed_seq_params.max_seqlen_q
+        window = self.window if self.window is not None and self.window < longest else None
+        has_no_mask = window is None and not self._dropout and has_kernel(query)
         if tree is not None:
-            parts = [
-                Part(*batch) for batch in tree.paths(query.device, self.window if narrow else None)
-            ]
-        elif self.context_group is None:
-            parts = parts_of(packed_seq_params, 0, 1)
-        else:
-            parts = parts_of(
-                packed_seq_params, self.context_group.rank(), self.context_group.size()
-            )
-            both = tensor_parallel.gather_from_sequence_parallel_region(
-                torch.cat([key, value], -1), group=self.context_group
-            )
-            key, value = both.split([key.shape[-1], value.shape[-1]], -1)
+            if has_no_mask:
+                attended = attend_to_tree(query, key, value, tree, self.scale, self.softmax_offset)
+                return attended.flatten(1)
+            parts = [RowChunk(*batch) for batch in tree.paths(query.device, window)]
+            return self._attend_in_parts(query, key, value, parts)
+        group = self.context_group
+        chunks = chunks_of(
+            packed_seq_params, *((0, 1) if group is None else (group.rank(), group.size()))
+        )
+        if group is None:
+            return self._attend_in_parts(query, key, value, chunks.batches)
+        if has_no_mask:
+            given = query, key, value, chunks, group, self.scale, self.softmax_offset
+            return attend_across(*given).flatten(1)
+        parts = [chunk.within(window) for chunk in chunks.batches]
+        key, value = gathered(key, value, chunks, group)
+        return self._attend_in_parts(query, key, value, parts)
+
+    def _attend_in_parts(
+        self, query: Tensor, key: Tensor, value: Tensor, parts: Sequence[RowChunk]
+    ) -> Tensor:
+        """Computes attention of packed tokens, [n, heads, d] -> [n, heads * d], in batches."""
         # rows of one length are contiguous: nothing is copied
-        if len(parts) == 1 and self.context_group is None and tree is None:
+        if len(parts) == 1 and parts[0].keys is parts[0].queries:
             rows = (
                 x.unflatten(0, parts[0].queries.shape).transpose(1, 2) for x in (query, key, value)
             )
             return self._attend(*rows).transpose(1, 2).flatten(0, 1).flatten(1)
         outputs = []
         for part in parts:
-            rows = (
-                x[index].transpose(1, 2)
-                for x, index in ((query, part.queries), (key, part.keys), (value, part.keys))
-            )
-            outputs.append(self._attend(*rows).transpose(1, 2).flatten(0, 1))
+            queries = query[part.queries].transpose(1, 2)
+            attended = self._attend(queries, part.of_keys(key), part.of_keys(value))
+            outputs.append(attended.transpose(1, 2).flatten(0, 1))
         order = torch.cat([part.queries.flatten() for part in parts])
         return torch.cat(outputs)[order.argsort()].flatten(1)
 
@@ -241,58 +250,3 @@ def _band(queries: int, keys: int, window: int, where: torch.device) -> Tensor:
     """
     seen = torch.ones(queries, keys, dtype=torch.bool, device=where).tril(keys - queries)
     return seen.triu(keys - queries - window + 1) if window < keys else seen
-
-
-class Part(NamedTuple):
-    """Part holds one chunk of each of several rows, all of the same length, as a batch for
-    attention: each chunk attends to its row up to the chunk's own end.
-    """
-
-    queries: Tensor  # [rows, q] indices into this process's tokens
-    keys: Tensor  # [rows, k] indices into the gathered tokens, process by process
-
-
-def parts_of(packed: PackedSeqParams, rank: int, processes: int) -> list[Part]:
-    """Returns the chunks of rows that rank `rank` of `processes` context-parallel ranks computes,
-    as batches: whole rows without context parallelism, otherwise two chunks per row.
-
-    `packed`: Megatron's parameters of the micro-batch's packed sequence, to which `pack` has added
-    the rows' edges on the host (`packed.edges`). Rows of one length form one batch, since a call
-    per row would cost more than the attention of short rows. The first layer stores the batches in
-    `packed.parts`, and later layers read them from there.
-    """
-    parts: list[Part] | None = getattr(packed, "parts", None)
-    if parts is None:
-        starts: dict[int, list[int]] = defaultdict(list)
-        for start, stop in itertools.pairwise(packed.edges):
-            starts[stop - start].append(start)
-        parts = [
-            Part(*(index.to(packed.cu_seqlens_q.device, non_blocking=True) for index in part))
-            for length, begin in starts.items()
-            for part in _parts_of_length(length, begin, packed.edges[-1], rank, processes)
-        ]
-        packed.parts = parts
-    return parts
-
-
-def _parts_of_length(
-    length: int, starts: list[int], total: int, rank: int, processes: int
-) -> list[Part]:
-    """Returns the batches of chunks for rows of `length` tokens on rank `rank` of `processes`
-    context-parallel ranks; `starts` lists the first token of each row, `total` is the number of all
-    packed tokens.
-    """
-    begin = torch.tensor(starts)[:, None] // processes  # first token of each row among a process's
-    if processes == 1:
-        index = begin + torch.arange(length)
-        return [Part(index, index)]
-    chunk = length // (2 * processes)
-    within = torch.arange(chunk)
-    gathered = []  # indices of the row's chunks, in the order of the row
-    for number in range(2 * processes):
-        holder, second = (number, 0) if number < processes else (2 * processes - 1 - number, 1)
-        gathered.append(holder * (total // processes) + begin + second * chunk + within)
-    return [
-        Part(begin + second * chunk + within, torch.cat(gathered[: number + 1], 1))
-        for second, number in enumerate((rank, 2 * processes - 1 - rank))
-    ]

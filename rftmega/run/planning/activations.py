@@ -3,13 +3,16 @@ section 4).
 
 The paper counts the layer of GPT; this module counts in the same way a layer with RMS norms, a
 gated MLP that keeps its intermediate results, grouped or latent attention that stores no score
-matrix, experts, and no dropout. Routing is assumed to be balanced.
+matrix, experts, and no dropout. Routing is assumed to be balanced. CUDA's fused kernels are
+assumed; `fused=False` counts torch's own kernels on a CPU, which store more, for comparison with
+measurements there.
 
 Legend: n tokens of a micro-batch on this process, t tensor-parallel processes, s the share of a
 token-wise activation that one of these processes keeps: 1 / t with sequence parallelism, else 1.
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from rftmega.config import ParallelConfig
 from rftmega.model_providers.description import DeltaNet, ModelDescription, stage_layers
@@ -17,6 +20,9 @@ from rftmega.run.planning.models import PlannedModel
 
 RULE_CHUNK = 64  # tokens of a chunk of a gated delta net (models/kernels/delta_rule.py)
 CHUNK = 1024  # tokens whose logits exist at once (models/kernels/linear_log_probs.py)
+# bytes per token of a micro-batch, of all its context-parallel processes: indices of packed tokens;
+# a loss's inputs and results
+PLACES, LOSS = 24, 24
 
 
 @dataclass(frozen=True)
@@ -27,22 +33,82 @@ class Load:
     micro_batches: int  # per optimizer step and data-parallel rank
 
 
+class LayerMemory(NamedTuple):
+    """LayerMemory is the memory of one layer on one process, in bytes per token of this process."""
+
+    stored: float  # for the backward pass
+    training: float  # at most, in the backward pass, over all that the layers have stored
+    scoring: float  # at most, in a forward pass without gradients
+
+
 def layer_bytes(
-    model: ModelDescription, parallel: ParallelConfig, layer: int, itemsize: int
+    model: ModelDescription,
+    parallel: ParallelConfig,
+    layer: int,
+    itemsize: int,
+    *,
+    fused: bool = True,
 ) -> float:
     """Returns the bytes per token that layer number `layer` stores for the backward pass on one
     process; `itemsize`: bytes of an activation.
     """
-    s = 1 / parallel.tensor if parallel.sequence else 1.0
-    # Inputs and outputs of both norms; a float32 reciprocal deviation for each norm.
-    norms = itemsize * 4 * model.hidden * s + 8 * s
+    return _layer_memory(model, parallel, layer, itemsize, fused=fused).stored
+
+
+def _layer_memory(
+    model: ModelDescription, parallel: ParallelConfig, layer: int, itemsize: int, *, fused: bool
+) -> LayerMemory:
+    """Returns the memory of layer number `layer`; arguments as of `layer_bytes`.
+
+    The MLP's backward pass holds the gradients of what the MLP has stored. Then the attention's
+    holds those of what the attention has stored, after the MLP has freed its own. Under context
+    parallelism it also holds the keys and values of the whole rows, their gradients, and these once
+    more while they are reduced.
+    """
+    s = _share(parallel)
+    hidden = itemsize * model.hidden * s
+    # inputs and outputs of both norms; a float32 reciprocal deviation for each norm
+    norms = 4 * hidden + 8 * s
     net = model.delta_net
+    linear = net is not None and layer in net.layers
     mixed = (
         _delta_net(net, parallel.tensor, itemsize)
-        if net and layer in net.layers
+        if net and linear
         else _attention(model, parallel.tensor, itemsize)
     )
-    return norms + mixed + _mlp(model, parallel, layer, itemsize)
+    mlp = _mlp(model, parallel, layer, itemsize)
+    more_norms, more_mixed, more_mlp = (0.0, 0.0, 0.0)
+    if not fused:
+        heads, wide = model.heads * model.head_dim / parallel.tensor, 2 if model.gated else 0
+        more_norms = 2 * hidden  # the normalised values, before the weight
+        # cosines and sines of queries and keys; queries before their norm
+        more_mixed = itemsize * (4 * model.head_dim + heads * model.qk_norm) * (not linear)
+        more_mlp = mlp / (4 if wide else 2)  # the second half of a gated MLP once more
+    scored, pulled = mixed, mixed
+    if parallel.context > 1 and not linear:
+        keys = parallel.context * _keys_and_values(model, parallel.tensor, itemsize)
+        width = itemsize * _width(model) / parallel.tensor
+        # with inputs and results of the kernel, for one chunk
+        scored += 2 * keys + 2 * width
+        pulled = 3 * keys + 10 * width
+    freed = mlp + more_mlp + (norms + more_norms) / 2
+    return LayerMemory(
+        norms + more_norms + mixed + more_mixed + mlp + more_mlp,
+        hidden + max(mlp, pulled - freed),
+        4 * hidden + max(mlp + more_mlp, scored),
+    )
+
+
+def _width(model: ModelDescription) -> float:
+    """Returns the number of attention outputs per token: all heads together."""
+    return model.heads * (model.latent.value_dim if model.latent else model.head_dim)
+
+
+def _keys_and_values(model: ModelDescription, t: int, itemsize: int) -> float:
+    """Returns the bytes of a token's keys and values on one process."""
+    if latent := model.latent:
+        return itemsize * model.heads / t * (latent.plain_dim + latent.rope_dim + latent.value_dim)
+    return itemsize * 2 * max(model.groups / t, 1) * model.head_dim
 
 
 def _attention(model: ModelDescription, t: int, itemsize: int) -> float:
@@ -88,32 +154,42 @@ def _mlp(model: ModelDescription, parallel: ParallelConfig, layer: int, itemsize
     experts = model.experts
     if experts is None or layer not in experts.layers:
         return itemsize * (4 if model.gated else 2) * model.ffn / parallel.tensor
-    s = 1 / parallel.tensor if parallel.sequence else 1.0
+    s = _share(parallel)
     # dispatched and combined
     routed = experts.active * (2 * model.hidden + 4 * experts.ffn) * itemsize * s
     router = 3 * 4 * experts.number * s
     return routed + router + itemsize * 4 * experts.shared_ffn / parallel.tensor
 
 
-def _chunk_bytes(
-    model: ModelDescription, parallel: ParallelConfig, stage: int, itemsize: int
-) -> tuple[float, float]:
-    """Returns the bytes per token that a pipeline stage stores for the backward pass, without
-    gradient checkpointing: for its largest chunk of layers (with virtual pipeline stages it has
-    several), and for its largest layer. `itemsize`: bytes of an activation.
+class StageMemory(NamedTuple):
+    """StageMemory is the memory of a pipeline stage's layers, in bytes per token of one process."""
+
+    chunk: float  # stored for the backward pass by the largest chunk of layers
+    layer: LayerMemory  # the largest, in each respect
+    layers: int  # of the largest chunk
+
+
+def _stage_memory(planned: PlannedModel, stage: int, *, fused: bool) -> StageMemory:
+    """Returns the memory of a pipeline stage's layers without gradient checkpointing. With virtual
+    pipeline stages it has several chunks of layers.
     """
+    model, parallel = planned.model, planned.parallel
     sparse = model.experts.layers if model.experts else frozenset()
     linear = model.delta_net.layers if model.delta_net else frozenset()
-    of_kind: dict[tuple[bool, bool], float] = {}
+    of_kind: dict[tuple[bool, bool], LayerMemory] = {}
     for layer in range(model.layers):
         kind = layer in sparse, layer in linear
         if kind not in of_kind:
-            of_kind[kind] = layer_bytes(model, parallel, layer, itemsize)
-    layers = [
+            of_kind[kind] = _layer_memory(model, parallel, layer, planned.itemsize, fused=fused)
+    chunks = [
         [of_kind[layer in sparse, layer in linear] for layer in chunk]
         for chunk in stage_layers(model.layers, parallel)[stage]
     ]
-    return max(map(sum, layers)), max(max(chunk) for chunk in layers)
+    largest = LayerMemory(
+        *map(max, zip(*(layer for chunk in chunks for layer in chunk), strict=True))
+    )
+    stored = max(sum(layer.stored for layer in chunk) for chunk in chunks)
+    return StageMemory(stored, largest, max(map(len, chunks)))
 
 
 def chunks_in_flight(parallel: ParallelConfig, stage: int, micro_batches: int) -> int:
@@ -127,40 +203,59 @@ def chunks_in_flight(parallel: ParallelConfig, stage: int, micro_batches: int) -
     return min(micro_batches * v, 2 * (p - stage - 1) + (v - 1) * p + 1)
 
 
-def training(planned: PlannedModel, stage: int, load: Load) -> int:
+def training(planned: PlannedModel, stage: int, load: Load, *, fused: bool = True) -> int:
     """Returns the peak bytes of activations in an optimizer step on one process of pipeline stage
-    `stage`: those stored for the micro-batches in flight, and the working memory of one layer.
-    `load`: size and number of the micro-batches.
+    `stage`: those stored for the micro-batches in flight, and the working memory of one layer or,
+    on the last stage, of the LM head if that is more. `load`: size and number of the micro-batches.
     """
-    model, parallel, itemsize = planned.model, planned.parallel, planned.itemsize
+    parallel = planned.parallel
     n = load.tokens / parallel.context
-    s = 1 / parallel.tensor if parallel.sequence else 1.0
-    chunk, layer = _chunk_bytes(model, parallel, stage, itemsize)
-    working = layer  # gradients of one layer's stored activations
+    hidden = planned.itemsize * planned.model.hidden * _share(parallel)
+    memory = _stage_memory(planned, stage, fused=fused)
+    stored, working = memory.chunk, memory.layer.training
     if parallel.recompute == "full":
-        size = max(map(len, stage_layers(model.layers, parallel)[stage]))
-        chunk, working = size * itemsize * model.hidden * s, 2 * layer
-    boundary = itemsize * model.hidden * s if parallel.pipeline > 1 else 0  # a chunk's output
-    return int(
-        n * (chunks_in_flight(parallel, stage, load.micro_batches) * (chunk + boundary) + working)
-    )
+        # each layer's input, which is a part of what the recomputed layer stores
+        stored, working = memory.layers * hidden, memory.layer.stored + working - hidden
+    boundary = hidden if parallel.pipeline > 1 else 0  # a chunk's output
+    in_flight = chunks_in_flight(parallel, stage, load.micro_batches)
+    most = max(n * working, _head(planned, stage, load, learns=True, fused=fused))
+    return int(n * in_flight * (stored + boundary) + most + load.tokens * (PLACES + LOSS))
 
 
-def scoring(planned: PlannedModel, load: Load) -> int:
-    """Returns the bytes of activations in a forward pass without gradients: the working memory of
-    one layer. `load`: size and number of the micro-batches.
+def scoring(planned: PlannedModel, stage: int, load: Load, *, fused: bool = True) -> int:
+    """Returns the peak bytes of activations in a forward pass without gradients: the working memory
+    of one layer or, on the last stage, of the LM head if that is more. `load`: size and number of
+    the micro-batches.
     """
-    model, parallel, itemsize = planned.model, planned.parallel, planned.itemsize
-    return int(load.tokens / parallel.context * _chunk_bytes(model, parallel, 0, itemsize)[1])
+    layer = _stage_memory(planned, stage, fused=fused).layer.scoring
+    of_layer = load.tokens / planned.parallel.context * layer
+    of_head = _head(planned, stage, load, learns=False, fused=fused)
+    return int(max(of_layer, of_head) + load.tokens * PLACES)
 
 
-def log_probs(planned: PlannedModel, stage: int, load: Load, *, learns: bool) -> int:
+def _share(parallel: ParallelConfig) -> float:
+    """Returns the share of a token-wise activation that one process keeps."""
+    return 1 / parallel.tensor if parallel.sequence else 1.0
+
+
+def _head(planned: PlannedModel, stage: int, load: Load, *, learns: bool, fused: bool) -> float:
+    """Returns the bytes that the last norm and log-probs of one micro-batch take on the last
+    pipeline stage (0 on other stages, and for a value model); arguments as of `training`.
+    """
+    if stage != planned.parallel.pipeline - 1:
+        return 0
+    n = load.tokens / planned.parallel.context
+    hidden = planned.itemsize * planned.model.hidden * _share(planned.parallel)
+    norm = n * hidden * (1 if fused else 2) * learns
+    return norm + log_probs(planned, load, learns=learns)
+
+
+def log_probs(planned: PlannedModel, load: Load, *, learns: bool) -> int:
     """Returns the bytes that computing log-probs of one micro-batch (its size is in `load`) takes
-    on the last pipeline stage (0 on other stages, and for a value model): hidden states, logits of
-    a chunk of tokens and, if the model is trained (`learns`), the gradients of both and of the
-    output weight.
+    (0 for a value model): hidden states, logits of a chunk of tokens and, if the model is trained
+    (`learns`), the gradients of both and of the output weight.
     """
-    if planned.value or stage != planned.parallel.pipeline - 1:
+    if planned.value:
         return 0
     model, parallel, itemsize = planned.model, planned.parallel, planned.itemsize
     n, width = load.tokens / parallel.context, -(-model.vocabulary // parallel.tensor)

@@ -155,16 +155,11 @@ def on_device(
         )
         # two numbers per token of this process's rows
         scored = 2 * 4 * rows * longest
-        phases[f"score{suffix}"] |= {
-            "activations": activations.scoring(planned, load) + scored,
-            "log_probs": activations.log_probs(planned, stage, load, learns=False),
-        }
+        phases[f"score{suffix}"]["activations"] = activations.scoring(planned, stage, load) + scored
         if planned.optimizer is not None:
             trained = experience_bytes(config) * rows // config.algorithm.updates_per_epoch
-            phases[f"update{suffix}"] |= {
-                "activations": activations.training(planned, stage, load) + trained,
-                "log_probs": activations.log_probs(planned, stage, load, learns=True),
-            }
+            stored = activations.training(planned, stage, load)
+            phases[f"update{suffix}"]["activations"] = stored + trained
         if planned.groups is not None:
             for phase, learns in ((f"score{suffix}", False), (f"update{suffix}", True)):
                 if phase in phases:

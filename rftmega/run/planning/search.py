@@ -17,6 +17,7 @@ from rftmega.config.capabilities import backend_of
 from rftmega.config.tree import value_of
 from rftmega.core.errors import CheckpointError
 from rftmega.model_providers.description import heads_violations, stage_layers
+from rftmega.run.planning.activations import training
 from rftmega.run.planning.fit import (
     Machine,
     Misfit,
@@ -27,7 +28,7 @@ from rftmega.run.planning.fit import (
     push_bound,
     refused,
 )
-from rftmega.run.planning.memory import cache_of
+from rftmega.run.planning.memory import cache_of, load_of
 from rftmega.run.planning.models import GRADIENTS, POLICY, PlannedModel
 from rftmega.run.planning.states import states
 from rftmega.run.planning.times import generated, seconds
@@ -41,6 +42,7 @@ LONGER = (2, 4, 8, 16)  # context-parallel sizes, tried if no layout fits withou
 UNEVEN = 1.25  # maximum of the largest stage's layers over the mean
 MOST = 100  # layouts whose memory is computed completely
 ALIKE = 1.1  # ratio of step times within a roofline's error
+ACTIVATIONS = "activations"
 TRAINER = ("update", "score")  # phases that involve no engine
 Changes = Mapping[str, Any]
 Axis = list[dict[str, Any]]  # alternative values of one setting; {}: the config's own
@@ -78,21 +80,25 @@ class Alternative:
 class Found:
     """Found is the outcome of a search: the proposal that fits (or None), and the rejected layouts,
     each with the reason why it does not fit. `refusal`: the violated rule if every layout violates
-    one.
+    one. `engines`: number of
+    engine sizes that fit into the memory of the devices.
     """
 
     proposal: Proposal | None = None
     rejected: list[tuple[Changes, Misfit]] = field(default_factory=list)
     refusal: str = ""
+    engines: int = 0
 
     @property
     def why(self) -> str:
         """Returns why nothing fits: a violation if every layout has one, otherwise the reason of the
-        layout that exceeds the memory least.
+        layout that exceeds the memory least; of the engines only if none of them fits.
         """
         if self.refusal:
             return self.refusal
-        return min((misfit for _, misfit in self.rejected), key=lambda one: one.over).reason
+        reasons = [misfit for _, misfit in self.rejected]
+        others = [misfit for misfit in reasons if misfit.phase != "rollout"]
+        return min((self.engines and others) or reasons, key=lambda one: one.over).reason
 
 
 class Search:
@@ -141,7 +147,7 @@ class Search:
         """Returns the first of `pairs` (trainer layout, engine size) that can run and fits into
         memory, and the rejected layouts with the reasons why they do not fit.
         """
-        found = Found()
+        found = Found(engines=len(self._engines))
         failed: set[int] = set()
         not_allowed, most = 0, math.inf
         for trainer, engine in pairs:
@@ -241,8 +247,8 @@ class Search:
         return sum(generated(policy, config, prompts, cache, self.machine.speeds).busy.values())
 
     def _of_trainers(self) -> list[Alternative]:
-        """Lists the trainer layouts whose sizes divide evenly, and whose weights, gradients and
-        optimizer states fit.
+        """Lists the trainer layouts whose sizes divide evenly, and whose weights, gradients,
+        optimizer states and activations fit.
         """
         memory, world = self.machine.budget.memory, self.machine.trainers(self.config)
         rl = self.config.algorithm.task == "rl"
@@ -257,11 +263,14 @@ class Search:
                 models = laid_out(self.models, candidate)
             except CheckpointError:  # matrices that can't be sharded among so many processes
                 continue
-            held = self._held(models[POLICY], world)
+            held = self._held(models[POLICY], candidate, world)
             over = (sum(held.values()) + self.machine.budget.reserved) / memory
             if over > 1:
-                reserved = self.machine.budget.reserved / GB
-                told = f"weights, gradients and optimizer take {sum(held.values()) / GB:.1f}, and {reserved:g} are reserved"
+                stored, reserved = held.pop(ACTIVATIONS), self.machine.budget.reserved
+                told = (
+                    f"weights, gradients and optimizer take {sum(held.values()) / GB:.1f}, "
+                    f"activations {stored / GB:.1f}, and {reserved / GB:g} are reserved"
+                )
                 misfit = Misfit(
                     f"update needs more than {memory / GB:g} GB: {told}", over, "update"
                 )
@@ -269,9 +278,8 @@ class Search:
                 continue
             stays = 0.0
             if rl and not candidate.trainer.offload:
-                stays = sum(held.values()) - (
-                    held[GRADIENTS] if backend_of(candidate).frees_gradients else 0
-                )
+                stays = sum(held.values()) - held[ACTIVATIONS]
+                stays -= held[GRADIENTS] * backend_of(candidate).frees_gradients
             phases = seconds(models, candidate, world, None, None, self.machine.speeds)
             took = sum(sum(parts.values()) for parts in phases.values())
             now = candidate.parallel
@@ -287,16 +295,17 @@ class Search:
         rl = self.config.algorithm.task == "rl"
         return [*found, self._axis([{"trainer.offload": True}] if rl else [])]
 
-    def _held(self, policy: PlannedModel, world: int) -> Mapping[str, int]:
-        """Returns kind -> bytes of weights, gradients and optimizer states on one process of the
-        policy's fullest pipeline stage. `world`: number of trainer processes.
+    def _held(self, policy: PlannedModel, config: RunConfig, world: int) -> dict[str, int]:
+        """Returns kind -> bytes of weights, gradients, optimizer states and activations in an
+        update, on one process of the policy's fullest pipeline stage. `world`: number of trainer
+        processes.
         """
-        if policy.parallel.cpu_offload:
-            return {GRADIENTS: 0}
-        ends = {0, policy.parallel.pipeline - 1}
-        return max(
-            (states(policy, world, stage) for stage in ends), key=lambda kinds: sum(kinds.values())
-        )
+        load = load_of(config, policy.parallel, world)
+        found = []
+        for stage in {0, policy.parallel.pipeline - 1}:
+            held = {GRADIENTS: 0} if policy.parallel.cpu_offload else states(policy, world, stage)
+            found.append({**held, ACTIVATIONS: training(policy, stage, load)})
+        return max(found, key=lambda kinds: sum(kinds.values()))
 
     def _divides(self, config: RunConfig) -> bool:
         """Returns whether the sizes of a layout fit the processes, the layers and the experts."""

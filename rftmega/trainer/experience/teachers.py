@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from rftmega.algorithms.advantages import discounted_returns
+from rftmega.algorithms.gae import discounted_returns
 from rftmega.config.options.teachers import Teacher
 from rftmega.core.interfaces import Host, TeacherScorer
 from rftmega.core.ragged import Ragged, by_rows

@@ -9,12 +9,12 @@ from rftmega.algorithms.advantages import (
     RewardComponent,
     Scored,
     advantages,
-    discounted_returns,
     group_normalised,
     leave_one_out,
     token_rewards,
     whitened,
 )
+from rftmega.algorithms.gae import discounted_returns
 from rftmega.algorithms.groups import varied
 from rftmega.config.options.algorithms import (
     GAE,

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rftmega.algorithms.gae import gae
+from rftmega.algorithms.gae import BLOCK, discounted_returns, gae
 
 
 def loop(values: Tensor, rewards: Tensor, mask: Tensor, gamma: float, lambd: float) -> Tensor:
@@ -118,3 +118,24 @@ def test_equals_the_double_loop_whatever_the_holes(
     )
     torch.testing.assert_close(advantages, loop(values, rewards, mask, gamma, lambd))
     torch.testing.assert_close(returns, torch.where(mask, advantages + values, 0.0))
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.9, 1.0])
+@pytest.mark.parametrize("width", [0, 1, BLOCK - 1, BLOCK, BLOCK + 1, 5 * BLOCK + 7])
+def test_long_rows_equal_the_recurrence_token_by_token(width: int, decay: float) -> None:
+    values, rewards, mask = drawn(3, width, seed=width)
+    advantages, _ = gae(values, rewards, mask, 0.97, decay)
+    returns = discounted_returns(rewards.float(), mask, decay)
+    assert returns.dtype == torch.float32
+    for row in range(3):
+        value = advantage = earned = 0.0
+        for t in reversed(range(width)):
+            if not mask[row, t]:
+                assert advantages[row, t] == returns[row, t] == 0
+                continue
+            error = float(rewards[row, t]) + 0.97 * value - float(values[row, t])
+            advantage = error + 0.97 * decay * advantage
+            earned = float(rewards[row, t].float()) + decay * earned
+            value = float(values[row, t])
+            assert float(advantages[row, t]) == pytest.approx(advantage, rel=1e-12, abs=1e-12)
+            assert float(returns[row, t]) == pytest.approx(earned, rel=1e-6, abs=1e-6)

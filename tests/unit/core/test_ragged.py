@@ -5,7 +5,7 @@ import torch
 from hypothesis import given as drawn
 from hypothesis import strategies as st
 
-from rftmega.algorithms.advantages import discounted_returns
+from rftmega.algorithms.gae import discounted_returns
 from rftmega.core import ragged
 from rftmega.core.ragged import Ragged, by_rows
 

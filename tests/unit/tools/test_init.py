@@ -83,6 +83,25 @@ def test_a_first_run_of_a_published_model_fits_as_it_is_written(
     assert all(line in told or line.startswith("  # ") for line in written), "each with its meaning"
 
 
+@pytest.mark.parametrize(
+    ("folder", "devices", "tokens"),
+    [
+        ("qwen3-30b-a3b-256k", 256, 262_144),
+        pytest.param("llama-3.1-8b-128k", 64, 131_072, marks=pytest.mark.ranks),
+    ],
+)
+def test_a_first_run_with_a_long_context_fits(
+    folder: str, devices: int, tokens: int, tmp_path: Path
+) -> None:
+    target, size = tmp_path / "run.yaml", ["--gpus", str(devices), "--gpu-memory", "80"]
+    lengths = ["--prompt-tokens", "1024", "--response-tokens", str(tokens - 1024)]
+    assert init.main([str(EXAMPLES / folder), *size, *lengths, "--output", str(target)]) == 0
+    config = configuration.load(target)
+    models, machine = models_of(config), Machine(devices, Budget(80e9, 4e9), SPEEDS)
+    assert misfits(models, config, machine, push_bound(models[POLICY], config)) == []
+    assert violations(config, devices, data=False) == []
+
+
 def test_what_is_written_starts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

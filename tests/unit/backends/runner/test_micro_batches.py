@@ -109,6 +109,29 @@ def test_rows_that_share_nearly_all_tokens_are_bounded_by_their_grid_too() -> No
 
 
 @given(
+    st.lists(st.integers(1, 60), min_size=1, max_size=80),
+    st.integers(0, 3),
+    st.integers(1, 3),
+    st.sampled_from([1, 2]),
+    st.booleans(),
+)
+def test_rows_padded_to_the_longest_of_a_micro_batch_take_at_most_eight_times_its_tokens(
+    lengths: list[int], long_rows: int, ranks: int, group_size: int, lockstep: bool
+) -> None:
+    """A long row among short ones: losses get them padded."""
+    lengths = [*lengths, *[1000] * long_rows]
+    lengths = lengths[: len(lengths) // group_size * group_size]
+    cap = 2000
+    plan = plan_micro_batches(
+        lengths, data_parallel=ranks, token_cap=cap, group_size=group_size, lockstep=lockstep
+    ).rows
+    batches = [batch for own in plan for batch in own]
+    assert sorted(row for batch in batches for row in batch) == list(range(len(lengths)))
+    for batch in batches:
+        assert len(batch) * max((lengths[row] for row in batch), default=0) <= GRID * cap
+
+
+@given(
     LENGTHS,
     st.integers(1, 8),
     st.integers(50, 200),

@@ -21,7 +21,8 @@ from rftmega.core.errors import ConfigError
 from megatron.core.transformer.enums import AttnMaskType
 
 from rftmega.models.kernels import prefix_attention
-from rftmega.models.layers.attention import LONGEST, PackedAttention, parts_of
+from rftmega.models.kernels.context_attention import chunks_of
+from rftmega.models.layers.attention import LONGEST, PackedAttention
 
 
 def dense(
@@ -253,6 +254,7 @@ def test_lengths_are_read_on_the_host_once_a_micro_batch() -> None:
         torch.ones(3, 8, dtype=torch.bool), context=2, context_rank=1, where=torch.device("cpu")
     )
     packing.sequence.cu_seqlens_q = torch.empty(4, device="meta")  # which has nothing to read
-    parts = parts_of(packing.sequence, 1, 2)
-    assert parts_of(packing.sequence, 1, 2) is parts
-    assert {index.device.type for part in parts for index in part} == {"meta"}
+    chunks = chunks_of(packing.sequence, 1, 2)
+    assert chunks_of(packing.sequence, 1, 2) is chunks
+    indices = [index for chunk in chunks.batches for index in chunk]
+    assert {index.device.type for index in [*indices, chunks.order]} == {"meta"}

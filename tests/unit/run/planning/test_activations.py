@@ -13,6 +13,7 @@ from rftmega.models.kernels.linear_log_probs import VocabularyShard, linear_stat
 from rftmega.run.planning import activations, engine
 from rftmega.run.planning.activations import Load, chunks_in_flight, layer_bytes
 from rftmega.run.planning.memory import load_of
+from rftmega.run.planning.models import PlannedModel
 from tests.allocations import most_bytes
 from tests.tiny_models import save_tiny
 from tests.unit.run.planning.test_states import planned
@@ -44,16 +45,49 @@ def test_sequence_parallelism_divides_all_of_a_layer_and_tensor_parallelism_not_
     assert tensor == pytest.approx(norms + (alone - norms) / 8)
 
 
+def without_head(parallel: ParallelConfig) -> PlannedModel:
+    return replace(planned("llama-3-70b", parallel), value=True)
+
+
 def test_full_recomputation_keeps_a_layers_input_only() -> None:
-    """2 sbh a layer (section 5), and one layer at work: what it kept, and the gradients of that."""
+    """2 sbh a layer (section 5), and one layer at work: what it kept, and the gradients of its MLP."""
     load = Load(tokens=4096, micro_batches=8)
     kept, recomputed = (
-        activations.training(planned("llama-3-70b", P(recompute=how)), 0, load)
-        for how in ("none", "full")
+        activations.training(without_head(P(recompute=how)), 0, load) for how in ("none", "full")
     )
     layer = 4096 * layer_bytes(planned("llama-3-70b", P()).model, P(), 0, 2)
-    assert recomputed == pytest.approx(80 * 2 * 8192 * 4096 + 2 * layer)
-    assert kept == pytest.approx(81 * layer)
+    work = 4096 * 2 * (8192 + 4 * 28672)
+    rows = 4096 * (activations.PLACES + activations.LOSS)
+    assert recomputed == pytest.approx(79 * 2 * 8192 * 4096 + layer + work + rows)
+    assert kept == pytest.approx(80 * layer + work + rows)
+
+
+def test_context_parallelism_gathers_keys_and_values_of_the_whole_row() -> None:
+    """8 groups of 128 numbers in bfloat16, twice; in the backward pass also their gradients, twice.
+    All else is of the process's own tokens.
+    """
+    load = Load(tokens=131_072, micro_batches=1)
+    rows = load.tokens * (activations.PLACES + activations.LOSS)
+    some, many = (
+        activations.training(without_head(P(context=processes)), 0, load) - rows
+        for processes in (64, 128)
+    )
+    assert 2 * many - some == pytest.approx(131_072 * 3 * 2 * 8 * 128 * 2)
+
+
+def test_a_step_holds_a_layers_gradients_or_the_heads_but_not_both() -> None:
+    load = Load(tokens=4096, micro_batches=8)
+    policy, values = planned("llama-3-70b", P()), without_head(P())
+    stored = 80 * 4096 * layer_bytes(policy.model, P(), 0, 2)
+    rows = 4096 * (activations.PLACES + activations.LOSS)
+    head = activations.log_probs(policy, load, learns=True) + 4096 * 2 * 8192  # the last norm's
+    assert activations.training(policy, 0, load) == pytest.approx(stored + head + rows)
+    assert activations.training(values, 0, load) < stored + head + rows
+    scored = activations.log_probs(policy, load, learns=False)
+    layer = 4096 * 2 * (4 * 8192 + 4 * 28672)
+    assert activations.scoring(policy, 0, load) == pytest.approx(
+        max(scored, layer) + 4096 * activations.PLACES
+    )
 
 
 def test_experts_cost_as_many_as_a_token_goes_to() -> None:
@@ -96,7 +130,7 @@ def test_log_probs_hold_what_torch_really_holds(dtype: torch.dtype, learns: bool
         if learns:
             sum(found).sum().backward()
 
-    predicted = activations.log_probs(small, 0, Load(tokens, 1), learns=learns)
+    predicted = activations.log_probs(small, Load(tokens, 1), learns=learns)
     assert most_bytes(work) == pytest.approx(predicted, rel=0.03)
 
 
