@@ -32,6 +32,7 @@ from benchmarks import (
     rollouts,
     server_requests,
     sharded,
+    shared_beginnings,
     steps,
     turns,
 )
@@ -70,6 +71,11 @@ BENCHMARKS = {
         steps.late_against_early_scoring,
         "late_over_early",
         "below 1",
+    ),
+    "rows that begin alike": (
+        shared_beginnings.against_separate,
+        "megatron, prompt of 1024: share of the bound",
+        "at least 0.85",
     ),
     "fused against dense log-probs": (log_probs.fused_against_dense, "memory_ratio", ""),
     "chunked against dense divergences": (divergences.chunked_against_dense, "memory_ratio", ""),

@@ -1,14 +1,17 @@
 """Writes sums of two numbers of one or two digits, from the task library reasoning-gym: train.jsonl,
 and eval.jsonl with 200 other tasks. A record has the library's question as chat messages, the sum
 alone ("5 - 9 ="), the answer, and the sum as chat messages, alone ("asked") and after two calls of a
-calculator ("chat").
+calculator ("chat"). With --calls N there are N calls of other sums, which differ from task to task:
+27 of them take about 2,000 tokens.
 
-python make_data.py FOLDER
+python make_data.py FOLDER [--calls N]
 """
 
 import argparse
 import json
+import random
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 TASKS, HELD_OUT, SEED = 6000, 200, 3
@@ -20,8 +23,10 @@ TOOL = {
 }
 
 
-def records() -> list[dict]:
-    """Returns each task once. Exits with a message if the library is missing."""
+def records(calls: int) -> list[dict]:
+    """Returns each task once, the chat with so many `calls`. Exits with a message if the library is
+    missing.
+    """
     try:
         import reasoning_gym
     except ModuleNotFoundError as error:
@@ -32,6 +37,7 @@ def records() -> list[dict]:
     tasks = reasoning_gym.create_dataset(
         "chain_sum", size=TASKS, seed=SEED, min_terms=2, max_terms=2, min_digits=1, max_digits=2
     )
+    rng = random.Random(SEED)
     found = {
         task["question"]: {
             "messages": [
@@ -39,22 +45,32 @@ def records() -> list[dict]:
             ],
             "sum": task["metadata"]["expression"] + " =",
             "answer": str(task["answer"]),
-            "asked": with_calls(task["metadata"]["expression"] + " =", 0),
-            "chat": with_calls(task["metadata"]["expression"] + " =", len(SHOTS)),
+            "asked": with_calls(task["metadata"]["expression"] + " =", ()),
+            "chat": with_calls(task["metadata"]["expression"] + " =", shots(calls, rng)),
         }
         for task in tasks
     }
     return list(found.values())
 
 
-def with_calls(asked: str, calls: int) -> list[dict]:
+def shots(calls: int, rng: random.Random) -> list[tuple[str, str]]:
+    """Returns `calls` sums with their answers, the first of them those of SHOTS."""
+    found = list(SHOTS[:calls])
+    while len(found) < calls:
+        first, second, sign = rng.randrange(100), rng.randrange(100), rng.choice("+-")
+        answer = first + second if sign == "+" else first - second
+        found.append((f"{first} {sign} {second} =", str(answer)))
+    return found
+
+
+def with_calls(asked: str, examples: Sequence[tuple[str, str]]) -> list[dict]:
     """Returns a chat whose system message describes a tool, and in which the assistant has called it
-    for `calls` other sums.
+    for the sums of `examples`.
     """
     described = json.dumps({"type": "function", "function": TOOL})
     told = f"You call tools.\n<tools>\n{described}\n</tools>"
     chat: list[dict] = [{"role": "system", "content": told}]
-    for shot, right in SHOTS[:calls]:
+    for shot, right in examples:
         given = {"expression": shot.removesuffix(" =")}
         call = {"type": "function", "function": {"name": "calculate", "arguments": given}}
         chat.append({"role": "user", "content": f"Compute {shot}"})
@@ -67,8 +83,15 @@ def with_calls(asked: str, calls: int) -> list[dict]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path, nargs="?", default=Path("runs/smollm/data"))
+    parser.add_argument(
+        "--calls",
+        type=int,
+        default=len(SHOTS),
+        metavar="N",
+        help="examples of calls in a prompt (2)",
+    )
     given = parser.parse_args()
-    made = records()
+    made = records(given.calls)
     given.folder.mkdir(parents=True, exist_ok=True)
     for name, part in (("train", made[:-HELD_OUT]), ("eval", made[-HELD_OUT:])):
         lines = "".join(f"{json.dumps(record)}\n" for record in part)

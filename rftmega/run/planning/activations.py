@@ -3,16 +3,14 @@ section 4).
 
 The paper counts the layer of GPT; this module counts in the same way a layer with RMS norms, a
 gated MLP that keeps its intermediate results, grouped or latent attention that stores no score
-matrix, experts, and no dropout. Routing is assumed to be balanced. CUDA's fused kernels are
-assumed; `fused=False` counts torch's own kernels on a CPU, which store more, for comparison with
-measurements there.
+matrix, experts, and no dropout. Routing is assumed to be balanced.
 
 Legend: n tokens of a micro-batch on this process, t tensor-parallel processes, s the share of a
 token-wise activation that one of these processes keeps: 1 / t with sequence parallelism, else 1.
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from rftmega.config import ParallelConfig
 from rftmega.model_providers.description import DeltaNet, ModelDescription, stage_layers
@@ -23,6 +21,9 @@ CHUNK = 1024  # tokens whose logits exist at once (models/kernels/linear_log_pro
 # bytes per token of a micro-batch, of all its context-parallel processes: indices of packed tokens;
 # a loss's inputs and results
 PLACES, LOSS = 24, 24
+# what computes a layer: Megatron with CUDA's fused kernels; Megatron with torch's own, as on a CPU
+# in float32; the layers of transformers, of which FSDP2 trains
+Kernels = Literal["fused", "torch", "transformers"]
 
 
 @dataclass(frozen=True)
@@ -46,17 +47,16 @@ def layer_bytes(
     parallel: ParallelConfig,
     layer: int,
     itemsize: int,
-    *,
-    fused: bool = True,
+    kernels: Kernels = "fused",
 ) -> float:
     """Returns the bytes per token that layer number `layer` stores for the backward pass on one
     process; `itemsize`: bytes of an activation.
     """
-    return _layer_memory(model, parallel, layer, itemsize, fused=fused).stored
+    return _layer_memory(model, parallel, layer, itemsize, kernels).stored
 
 
 def _layer_memory(
-    model: ModelDescription, parallel: ParallelConfig, layer: int, itemsize: int, *, fused: bool
+    model: ModelDescription, parallel: ParallelConfig, layer: int, itemsize: int, kernels: Kernels
 ) -> LayerMemory:
     """Returns the memory of layer number `layer`; arguments as of `layer_bytes`.
 
@@ -65,25 +65,18 @@ def _layer_memory(
     parallelism it also holds the keys and values of the whole rows, their gradients, and these once
     more while they are reduced.
     """
-    s = _share(parallel)
-    hidden = itemsize * model.hidden * s
-    # inputs and outputs of both norms; a float32 reciprocal deviation for each norm
-    norms = 4 * hidden + 8 * s
+    hidden = itemsize * model.hidden * _share(parallel)
     net = model.delta_net
     linear = net is not None and layer in net.layers
+    norms = _norms(model, parallel, itemsize, kernels)
     mixed = (
         _delta_net(net, parallel.tensor, itemsize)
         if net and linear
-        else _attention(model, parallel.tensor, itemsize)
+        else _attention(model, parallel.tensor, itemsize, kernels)
     )
-    mlp = _mlp(model, parallel, layer, itemsize)
-    more_norms, more_mixed, more_mlp = (0.0, 0.0, 0.0)
-    if not fused:
-        heads, wide = model.heads * model.head_dim / parallel.tensor, 2 if model.gated else 0
-        more_norms = 2 * hidden  # the normalised values, before the weight
-        # cosines and sines of queries and keys; queries before their norm
-        more_mixed = itemsize * (4 * model.head_dim + heads * model.qk_norm) * (not linear)
-        more_mlp = mlp / (4 if wide else 2)  # the second half of a gated MLP once more
+    mlp = gradients = _mlp(model, parallel, layer, itemsize)
+    if kernels == "torch" and model.gated:
+        mlp += gradients / 4  # Megatron adds an offset of 0 to one half
     scored, pulled = mixed, mixed
     if parallel.context > 1 and not linear:
         keys = parallel.context * _keys_and_values(model, parallel.tensor, itemsize)
@@ -91,12 +84,25 @@ def _layer_memory(
         # with inputs and results of the kernel, for one chunk
         scored += 2 * keys + 2 * width
         pulled = 3 * keys + 10 * width
-    freed = mlp + more_mlp + (norms + more_norms) / 2
     return LayerMemory(
-        norms + more_norms + mixed + more_mixed + mlp + more_mlp,
-        hidden + max(mlp, pulled - freed),
-        4 * hidden + max(mlp + more_mlp, scored),
+        norms + mixed + mlp,
+        hidden + max(gradients, pulled - mlp - norms / 2),
+        4 * hidden + max(mlp, scored),
     )
+
+
+def _norms(
+    model: ModelDescription, parallel: ParallelConfig, itemsize: int, kernels: Kernels
+) -> float:
+    """Returns the bytes per token that both norms of a layer store: inputs, outputs, and a float32
+    reciprocal deviation; without fused kernels also the normalised values before the weight, and
+    inputs in float32.
+    """
+    s = _share(parallel)
+    hidden = model.hidden * s
+    if kernels == "fused":
+        return 4 * itemsize * hidden + 8 * s
+    return 2 * (4 + 2 * itemsize) * hidden + 8 * s
 
 
 def _width(model: ModelDescription) -> float:
@@ -111,7 +117,7 @@ def _keys_and_values(model: ModelDescription, t: int, itemsize: int) -> float:
     return itemsize * 2 * max(model.groups / t, 1) * model.head_dim
 
 
-def _attention(model: ModelDescription, t: int, itemsize: int) -> float:
+def _attention(model: ModelDescription, t: int, itemsize: int, kernels: Kernels) -> float:
     heads = model.heads / t
     if latent := model.latent:
         rank = latent.query_rank or 0
@@ -123,12 +129,19 @@ def _attention(model: ModelDescription, t: int, itemsize: int) -> float:
         wide = heads * (2 * key + key + latent.plain_dim + latent.value_dim + latent.value_dim)
         return itemsize * (narrow + wide) + 4 * heads
     groups = max(model.groups / t, 1)
-    joint = heads + 2 * groups  # the values are a part of it, so all of it stays
+    # the values are a part of the joint projection, so all of it stays
+    joint = groups if kernels == "transformers" else heads + 2 * groups
     rotated = heads + groups
     normed = heads + groups if model.qk_norm else 0
-    normed += 2 * heads if model.output_gate else 0  # the gates, and the gated output
+    stored = itemsize * model.head_dim * (joint + rotated + normed + heads)
+    if model.output_gate:
+        stored += itemsize * model.head_dim * 2 * heads  # the gates, and the gated output
+    if kernels == "torch":  # cosines and sines; queries, cut from the joint projection
+        stored += itemsize * model.head_dim * (4 + heads * model.qk_norm)
+    if kernels == "transformers" and model.qk_norm:
+        stored += 4 * model.head_dim * (heads + groups)  # inputs of the norms in float32
     # 4: a log-sum in float32
-    return itemsize * model.head_dim * (joint + rotated + normed + heads) + 4 * heads
+    return stored + 4 * heads
 
 
 def _delta_net(net: DeltaNet, t: int, itemsize: int) -> float:
@@ -169,10 +182,13 @@ class StageMemory(NamedTuple):
     layers: int  # of the largest chunk
 
 
-def _stage_memory(planned: PlannedModel, stage: int, *, fused: bool) -> StageMemory:
+def _stage_memory(planned: PlannedModel, stage: int, *, cpu: bool) -> StageMemory:
     """Returns the memory of a pipeline stage's layers without gradient checkpointing. With virtual
-    pipeline stages it has several chunks of layers.
+    pipeline stages it has several chunks of layers. `cpu`: with torch's own kernels.
     """
+    kernels: Kernels = "torch" if cpu else "fused"
+    if planned.groups is not None:
+        kernels = "transformers"
     model, parallel = planned.model, planned.parallel
     sparse = model.experts.layers if model.experts else frozenset()
     linear = model.delta_net.layers if model.delta_net else frozenset()
@@ -180,7 +196,7 @@ def _stage_memory(planned: PlannedModel, stage: int, *, fused: bool) -> StageMem
     for layer in range(model.layers):
         kind = layer in sparse, layer in linear
         if kind not in of_kind:
-            of_kind[kind] = _layer_memory(model, parallel, layer, planned.itemsize, fused=fused)
+            of_kind[kind] = _layer_memory(model, parallel, layer, planned.itemsize, kernels)
     chunks = [
         [of_kind[layer in sparse, layer in linear] for layer in chunk]
         for chunk in stage_layers(model.layers, parallel)[stage]
@@ -203,7 +219,7 @@ def chunks_in_flight(parallel: ParallelConfig, stage: int, micro_batches: int) -
     return min(micro_batches * v, 2 * (p - stage - 1) + (v - 1) * p + 1)
 
 
-def training(planned: PlannedModel, stage: int, load: Load, *, fused: bool = True) -> int:
+def training(planned: PlannedModel, stage: int, load: Load, *, cpu: bool = False) -> int:
     """Returns the peak bytes of activations in an optimizer step on one process of pipeline stage
     `stage`: those stored for the micro-batches in flight, and the working memory of one layer or,
     on the last stage, of the LM head if that is more. `load`: size and number of the micro-batches.
@@ -211,26 +227,34 @@ def training(planned: PlannedModel, stage: int, load: Load, *, fused: bool = Tru
     parallel = planned.parallel
     n = load.tokens / parallel.context
     hidden = planned.itemsize * planned.model.hidden * _share(parallel)
-    memory = _stage_memory(planned, stage, fused=fused)
+    memory = _stage_memory(planned, stage, cpu=cpu)
     stored, working = memory.chunk, memory.layer.training
     if parallel.recompute == "full":
         # each layer's input, which is a part of what the recomputed layer stores
         stored, working = memory.layers * hidden, memory.layer.stored + working - hidden
     boundary = hidden if parallel.pipeline > 1 else 0  # a chunk's output
     in_flight = chunks_in_flight(parallel, stage, load.micro_batches)
-    most = max(n * working, _head(planned, stage, load, learns=True, fused=fused))
-    return int(n * in_flight * (stored + boundary) + most + load.tokens * (PLACES + LOSS))
+    most = max(n * working, _head(planned, stage, load, learns=True, cpu=cpu))
+    kept = n * _gathered_input(planned) + load.tokens * (PLACES + LOSS)
+    return int(n * in_flight * (stored + boundary) + most + kept)
 
 
-def scoring(planned: PlannedModel, stage: int, load: Load, *, fused: bool = True) -> int:
+def scoring(planned: PlannedModel, stage: int, load: Load, *, cpu: bool = False) -> int:
     """Returns the peak bytes of activations in a forward pass without gradients: the working memory
     of one layer or, on the last stage, of the LM head if that is more. `load`: size and number of
     the micro-batches.
     """
-    layer = _stage_memory(planned, stage, fused=fused).layer.scoring
-    of_layer = load.tokens / planned.parallel.context * layer
-    of_head = _head(planned, stage, load, learns=False, fused=fused)
-    return int(max(of_layer, of_head) + load.tokens * PLACES)
+    layer = _stage_memory(planned, stage, cpu=cpu).layer.scoring
+    n = load.tokens / planned.parallel.context
+    head = _head(planned, stage, load, learns=False, cpu=cpu)
+    return int(max(n * layer, head) + n * _gathered_input(planned) + load.tokens * PLACES)
+
+
+def _gathered_input(planned: PlannedModel) -> float:
+    """Returns the bytes per token of the buffer that Megatron keeps for the input of a matrix,
+    gathered from all tensor-parallel processes under sequence parallelism.
+    """
+    return planned.itemsize * planned.model.hidden * planned.parallel.sequence
 
 
 def _share(parallel: ParallelConfig) -> float:
@@ -238,7 +262,7 @@ def _share(parallel: ParallelConfig) -> float:
     return 1 / parallel.tensor if parallel.sequence else 1.0
 
 
-def _head(planned: PlannedModel, stage: int, load: Load, *, learns: bool, fused: bool) -> float:
+def _head(planned: PlannedModel, stage: int, load: Load, *, learns: bool, cpu: bool) -> float:
     """Returns the bytes that the last norm and log-probs of one micro-batch take on the last
     pipeline stage (0 on other stages, and for a value model); arguments as of `training`.
     """
@@ -246,7 +270,7 @@ def _head(planned: PlannedModel, stage: int, load: Load, *, learns: bool, fused:
         return 0
     n = load.tokens / planned.parallel.context
     hidden = planned.itemsize * planned.model.hidden * _share(planned.parallel)
-    norm = n * hidden * (1 if fused else 2) * learns
+    norm = n * hidden * (2 if cpu else 1) * learns
     return norm + log_probs(planned, load, learns=learns)
 
 

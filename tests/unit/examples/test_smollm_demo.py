@@ -4,6 +4,7 @@ what fails in one message, and what is shown at the end.
 
 import gzip
 import json
+import random
 import re
 import sys
 from pathlib import Path
@@ -92,7 +93,7 @@ def test_with_tools_the_model_learns_to_call_a_calculator(
 
 
 def test_the_template_of_tools_writes_calls_as_the_parser_reads_them() -> None:
-    chat = make_data.with_calls("1 + 2 =", 2)
+    chat = make_data.with_calls("1 + 2 =", make_data.SHOTS)
     spec = {"type": "function", "function": {"name": "calculate"}}
     template = Environment().from_string((demo.HERE / "tools.jinja").read_text())
     text = template.render(messages=chat, tools=[spec], add_generation_prompt=True)
@@ -103,6 +104,14 @@ def test_the_template_of_tools_writes_calls_as_the_parser_reads_them() -> None:
     calls = [json.loads(each) for each in written]
     assert [each["name"] for each in calls] == ["calculate"] * 2
     assert [calculate(**each["arguments"]) for each in calls] == ["17", "-19"]
+
+
+def test_a_prompt_can_have_many_examples_of_calls_which_are_right() -> None:
+    shots = make_data.shots(27, random.Random(0))
+    assert shots[:2] == list(make_data.SHOTS)
+    assert len(set(shots)) > 20
+    assert all(calculate(asked.removesuffix(" =")) == answer for asked, answer in shots)
+    assert len(make_data.with_calls("1 + 2 =", shots)) == 2 + 4 * 27
 
 
 @pytest.mark.parametrize("expression", ["2 * 3", "__import__('os')", "1 + 2 + 3", "", "9" * 400])

@@ -81,7 +81,7 @@ def test_what_does_not_fit_is_said_with_the_nearest_layout_that_does(
     assert plan.main(given("llama-3-70b", *wrong)) == 1
     said = capsys.readouterr().out
     assert max(map(len, said.splitlines())) <= plan.WIDTH
-    assert "update on stage 0 needs 100.2 GB of 80" in said
+    assert "update on stage 0 needs 100.3 GB of 80" in said
     assert plan.main(given("llama-3-70b", *wrong, "--json")) == 1
     found = json.loads(capsys.readouterr().out)
     changes = found["proposal"]["changes"]
