@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rftmega.backends.megatron.forward import pack
-from rftmega.models.kernels.context_attention import attend_across, chunks_of
+from rftmega.models.layers.context_attention import attend_across, chunks_of
 from tests.allocations import most_bytes
 from tests.ranks import run_ranks
 from tests.unit.models.layers.test_attention import dense

@@ -21,14 +21,14 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from rftmega.core.errors import ConfigError
-from rftmega.models.kernels.context_attention import (
+from rftmega.models.kernels.prefix_attention import attend_to_prefix, has_kernel
+from rftmega.models.kernels.tree_attention import SegmentTree, attend_to_tree
+from rftmega.models.layers.context_attention import (
     RowChunk,
     attend_across,
     chunks_of,
     gathered,
 )
-from rftmega.models.kernels.prefix_attention import attend_to_prefix, has_kernel
-from rftmega.models.kernels.tree_attention import SegmentTree, attend_to_tree
 
 BLOCK = 128  # minimum number of queries that share a window mask
 LONGEST = 8192  # longest row whose chunks may have a mask each

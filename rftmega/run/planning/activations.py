@@ -69,15 +69,17 @@ def _layer_memory(
     net = model.delta_net
     linear = net is not None and layer in net.layers
     norms = _norms(model, parallel, itemsize, kernels)
-    mixed = (
-        _delta_net(net, parallel.tensor, itemsize)
-        if net and linear
-        else _attention(model, parallel.tensor, itemsize, kernels)
-    )
+    if net and linear:
+        mixed = scored = pulled = _delta_net(net, parallel.tensor, itemsize)
+    else:
+        mixed = _attention(model, parallel.tensor, itemsize, kernels)
+        # without a gradient, copies of torch's kernels are freed at once
+        scored = pulled = _attention(
+            model, parallel.tensor, itemsize, "fused" if kernels == "torch" else kernels
+        )
     mlp = gradients = _mlp(model, parallel, layer, itemsize)
     if kernels == "torch" and model.gated:
         mlp += gradients / 4  # Megatron adds an offset of 0 to one half
-    scored, pulled = mixed, mixed
     if parallel.context > 1 and not linear:
         keys = parallel.context * _keys_and_values(model, parallel.tensor, itemsize)
         width = itemsize * _width(model) / parallel.tensor

@@ -21,8 +21,8 @@ from rftmega.core.errors import ConfigError
 from megatron.core.transformer.enums import AttnMaskType
 
 from rftmega.models.kernels import prefix_attention
-from rftmega.models.kernels.context_attention import chunks_of
 from rftmega.models.layers.attention import LONGEST, PackedAttention
+from rftmega.models.layers.context_attention import chunks_of
 
 
 def dense(

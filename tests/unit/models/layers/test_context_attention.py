@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from rftmega.models.kernels.context_attention import RowChunk
+from rftmega.models.layers.context_attention import RowChunk
 
 
 @pytest.mark.parametrize("window", [None, 1, 3, 8, 100])
