@@ -341,12 +341,14 @@ def build_chunk(
             interleaved=rope.interleaved,
             by_rows=uses_transformer_engine(),
         )
-    elif not model.latent and not uses_transformer_engine():
-        built.rotary_pos_emb = PackedRotary(built.rotary_pos_emb)
+    elif not model.latent:
+        built.rotary_pos_emb = PackedRotary(
+            built.rotary_pos_emb,
+            by_rows=uses_transformer_engine(),
+            fused=bool(config.apply_rope_fusion),
+        )
     if model.latent:
         mend_latent_attention(built, config)
-        # see custom_forward
-        vars(built)["latent_rotaries"] = (
-            [] if uses_transformer_engine() else rotate_by_position(built)
-        )
+        rotaries = rotate_by_position(built, by_rows=uses_transformer_engine())
+        vars(built)["latent_rotaries"] = rotaries  # see custom_forward
     return built

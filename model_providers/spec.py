@@ -34,6 +34,7 @@ from rftmega.models.layers.post_norm import with_norm_behind
 from rftmega.models.layers.rotary_by_layer import with_own_rotary
 from rftmega.models.layers.rotated_norm import with_rotated_norm
 from rftmega.models.layers.scaled import with_factor
+from rftmega.models.layers.shared_prefix_attention import with_shared_prefixes
 
 
 def block_spec(config: TransformerConfig, chunk: int | None) -> TransformerBlockSubmodules:
@@ -41,7 +42,11 @@ def block_spec(config: TransformerConfig, chunk: int | None) -> TransformerBlock
     under interleaved scheduling, of its model chunk `chunk`.
     """
     if uses_transformer_engine():
-        return get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=chunk)
+        block = get_gpt_decoder_block_spec(config, use_transformer_engine=True, vp_stage=chunk)
+        for layer in {id(layer): layer for layer in block.layer_specs}.values():
+            attention = layer.submodules.self_attention.submodules
+            attention.core_attention = with_shared_prefixes(attention.core_attention)
+        return block
     # Without Transformer Engine, Megatron-Core 0.16.1 still asks for this name and for its classes.
     vars(moe_utils).setdefault("te_general_gemm", None)
     multi_latent_attention.HAVE_TE = False

@@ -365,6 +365,8 @@ ENGINE: dict[str, dict[str, Layout]] = {
             "TP2, SP (whole experts)",
         ),
         "deepseek-v3": ("one process", *LAYOUTS["deepseek-v3"]),
+        **{variant: ("one process",) for variant in LAYOUTS if variant.endswith(ALIKE)},
+        f"qwen3{ALIKE}": ("one process", "TP2, SP", "PP2 x VPP2", "one process, full recompute"),
     }.items()
 }
 SETTINGS = [Setting(aggregation, n) for aggregation in AGGREGATIONS for n in CAPS] + [

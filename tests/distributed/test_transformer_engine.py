@@ -2,6 +2,7 @@
 under other names.
 """
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from tests.distributed.test_checkpoints import (
 )
 from tests.distributed.test_shared_base import assert_one_copy
 from tests.invariance import (
+    ALIKE,
     ALONE,
     ENGINE,
     LAYOUTS,
@@ -38,6 +40,7 @@ from tests.invariance import (
     differences,
     learn_body,
     runs_of,
+    saved,
 )
 from tests.layouts import build_manager, packed_logits
 from tests.ranks import LOCAL, TRANSFORMER_ENGINE, run_ranks
@@ -285,3 +288,27 @@ def test_a_value_model_with_adapters_learns_as_in_plain_torch(tmp_path: Path) ->
 @pytest.mark.ranks
 def test_a_critic_computes_with_the_policys_modules_weights(tmp_path: Path) -> None:
     assert_one_copy(tmp_path, CASES["PP2 x VPP2"], preloaded=TRANSFORMER_ENGINE)
+
+
+# with windows and rotary embeddings by layer; latent; image positions
+BEGIN_ALIKE = {
+    "qwen3": (),
+    "gemma3": (pytest.mark.ranks,),
+    "deepseek-v3": (),
+    "qwen3_vl": (pytest.mark.ranks,),
+}
+
+
+@pytest.mark.parametrize(
+    "variant", [pytest.param(variant, marks=marks) for variant, marks in BEGIN_ALIKE.items()]
+)
+def test_updates_are_the_same_where_beginnings_are_computed_once(
+    variant: str, tmp_path: Path
+) -> None:
+    """Against one process with local modules, in which each row computes its own."""
+    folder = saved(tmp_path, variant + ALIKE)
+    ((alone,),) = runs_of(folder, replace(ALONE, shares=False), [Setting()])
+    layout = ENGINE[variant + ALIKE]["one process, Transformer Engine"]
+    (found,) = runs_of(folder, layout, [Setting()])
+    for quantity, difference in differences(found, alone).items():
+        assert difference < 1e-5, (quantity, difference)

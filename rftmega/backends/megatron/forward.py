@@ -579,7 +579,9 @@ def _run(
     if isinstance(rotary, MultimodalRotary):
         if not isinstance(images, ImageTensors):
             images = image_tensors(None, packing.rows, packing.columns, merge=1, load=None)
-        positions = packing.take_vectors(images.positions, whole=rotary.by_rows)
+        positions = packing.take_vectors(
+            images.positions, whole=rotary.by_rows and packing.shared is None
+        )
         rotary.next(packing.sequence, positions, rank=rank, ranks=ranks)
     elif isinstance(rotary, PackedRotary):
         rotary.next(packing.sequence, packing.positions[0], rank=rank, ranks=ranks)

@@ -29,7 +29,6 @@ from rftmega.core.ragged import Ragged
 from rftmega.core.types import Rows
 from rftmega.data.media.model_inputs import ImageTensors, image_tensors
 from rftmega.data.media.waveform_inputs import WaveformTensors, waveform_tensors
-from rftmega.model_providers.optional_cuda_packages import uses_transformer_engine
 from rftmega.model_providers.tower import AudioTower
 from rftmega.models.layers.router_replay import RouteInputs
 from rftmega.runtime.device.spans import recorder
@@ -67,8 +66,6 @@ class MegatronRunner(ModelRunner):
             return "parallel.context is above 1"
         if self.manager.description.delta_net is not None:
             return "layers carry a state from token to token"
-        if uses_transformer_engine():
-            return "Transformer Engine's attention takes whole rows"
         return refusal_to_share(self.cfg, self.manager.where, self.manager.dtype)
 
     def _run(self, batches: Sequence[MicroBatch], *, forward_only: bool) -> list[Any]:

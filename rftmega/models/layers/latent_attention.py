@@ -44,14 +44,16 @@ def mend_latent_attention(chunk: nn.Module, config: MLATransformerConfig) -> Non
                     up.eps = LATENT_EPSILON  # type: ignore[assignment]  # of the norm that Transformer Engine keeps in it
 
 
-def rotate_by_position(chunk: nn.Module) -> list[PackedRotary]:
+def rotate_by_position(chunk: nn.Module, *, by_rows: bool = False) -> list[PackedRotary]:
     """Lets every latent-attention module of a pipeline chunk rotate all packed rows at once, by the
-    positions of their tokens; returns the modules to which the positions are told.
+    positions of their tokens; returns the modules to which the positions are told. `by_rows`: as in
+    PackedRotary.
     """
     found = []
     for module in chunk.modules():
         if isinstance(module, MLASelfAttention):
-            module.rotary_pos_emb = PackedRotary(module.rotary_pos_emb)  # type: ignore[arg-type]
+            table: Any = module.rotary_pos_emb
+            module.rotary_pos_emb = PackedRotary(table, by_rows=by_rows)
             found.append(module.rotary_pos_emb)
     return found
 

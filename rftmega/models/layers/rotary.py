@@ -17,12 +17,16 @@ class PackedRotary(nn.Module):
     so that Megatron takes one slice, of angles that are already in the tokens' order.
     """
 
-    def __init__(self, table: nn.Module):
+    def __init__(self, table: nn.Module, *, by_rows: bool = False, fused: bool = False):
         """Wraps Megatron's rotary module `table`, which maps a length to angles [length, 1, 1, D],
         or to a tuple that begins with the angles.
+
+        `by_rows`: attention uses the boundaries of padded rows, so each row's angles are sliced
+        separately, except for rows that share beginnings. `fused`: a kernel rotates packed rows.
         """
         super().__init__()
-        self.table = table
+        self.table, self.by_rows, self.fused = table, by_rows, fused
+        self._at_once = not by_rows
         self._positions = torch.zeros(0, dtype=torch.int64)
         self._context = (0, 1)
 
@@ -30,12 +34,16 @@ class PackedRotary(nn.Module):
         """Sets the positions for the next forward pass: `positions` [N] are the positions of this
         process's tokens within their rows, on context-parallel rank `rank` of `ranks`.
 
-        Changes the padded row boundaries of `sequence`, the micro-batch's PackedSeqParams, which
-        nothing else reads where this module is used.
+        Unless rows are rotated separately, changes the padded row boundaries of `sequence`, the
+        micro-batch's PackedSeqParams, which nothing else reads then.
         """
+        self._at_once = not self.by_rows or hasattr(sequence, "tree")
+        if not self._at_once:
+            return
         self._positions, self._context = positions, (rank, ranks)
-        # on the host: Megatron reads its numbers
         edges = torch.tensor([0, ranks * len(positions)], dtype=torch.int32)
+        if self.fused:  # otherwise on the host, where Megatron reads its numbers
+            edges = edges.to(positions.device, non_blocking=True)
         sequence.cu_seqlens_q_padded = sequence.cu_seqlens_kv_padded = edges
 
     def get_rotary_seq_len(self, *given: Any, **named: Any) -> int:
@@ -44,7 +52,7 @@ class PackedRotary(nn.Module):
 
     def forward(self, *given: Any, packed_seq: bool = False, **named: Any) -> Any:
         found = self.table(*given, packed_seq=packed_seq, **named)
-        if not packed_seq:
+        if not packed_seq or not self._at_once:
             return found
         if isinstance(found, tuple):
             return self._of_tokens(found[0]), *found[1:]
@@ -88,24 +96,21 @@ class MultimodalRotary(PackedRotary):
         """Creates the module.
 
         `sections`: number of frequencies for each of time, height and width; they follow each other
-        in blocks, or are `interleaved`. `by_rows`: attention uses the boundaries of padded rows, so
-        each row's angles are sliced separately.
+        in blocks, or are `interleaved`. `by_rows`: as in PackedRotary.
         """
-        super().__init__(nn.Identity())
-        self.by_rows = by_rows
+        super().__init__(nn.Identity(), by_rows=by_rows)
         powers = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
         self._frequencies = 1.0 / base**powers
         self._axis = _axis_of(sections, interleaved=interleaved)  # position axis of each frequency
 
     def next(self, sequence: PackedSeqParams, positions: Tensor, *, rank: int, ranks: int) -> None:
         """Sets the positions for the next forward pass: `positions` [N, 3] are the positions of the
-        tokens of context-parallel rank `rank` of `ranks`, or with `by_rows` of the tokens of all
-        ranks.
+        tokens of context-parallel rank `rank` of `ranks`, or where rows are rotated separately of
+        the tokens of all ranks.
         """
-        if self.by_rows:
+        super().next(sequence, positions, rank=rank, ranks=ranks)
+        if not self._at_once:
             self._positions, self._context = positions, (0, 1)
-        else:
-            super().next(sequence, positions, rank=rank, ranks=ranks)
 
     def get_rotary_seq_len(self, *given: Any, **named: Any) -> int:
         return 0
