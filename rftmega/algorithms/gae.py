@@ -19,9 +19,11 @@ def gae(
     value model.
     """
     acted = mask.bool()
-    value, reward = (_together(x.double(), acted) for x in (values, rewards))
-    following = functional.pad(value[:, 1:], (0, 1))
-    surprise = reward + gamma * following - value
+    surprise = _together(rewards, acted)
+    value = _together(values, acted)
+    surprise -= value
+    surprise[:, :-1] += gamma * value[:, 1:]
+    del value
     advantage = _apart(sums_of_later(surprise, gamma * lambd), acted)
     returns = advantage + torch.where(acted, values, 0.0)
     return advantage.to(values.dtype), returns.to(values.dtype)
@@ -33,13 +35,13 @@ def discounted_returns(reward: Tensor, mask: Tensor, gamma: float) -> Tensor:
 
     Tokens outside the mask do not count as steps of discounting, and get 0.
     """
-    found = sums_of_later(_together(reward.double(), mask), gamma)
+    found = sums_of_later(_together(reward, mask), gamma)
     return _apart(found, mask).to(reward.dtype)
 
 
 def sums_of_later(x: Tensor, decay: float) -> Tensor:
     """Returns y [B, T] with y_t = x_t + decay * y_{t + 1}, and 0 after the last one: the sum of x at
-    t and later, each with the factor decay^distance.
+    t and later, each with the factor decay^distance. All x must be finite.
 
     BLOCK columns are computed at a time, so a long row takes few operations.
     """
@@ -56,10 +58,12 @@ def sums_of_later(x: Tensor, decay: float) -> Tensor:
 
 
 def _together(x: Tensor, mask: Tensor) -> Tensor:
-    """Moves the values of each row's mask to the front of the row, in their order, followed by 0."""
+    """Moves the values of each row's mask to the front of the row, in their order, followed by 0;
+    in float64.
+    """
     place = torch.where(mask, mask.cumsum(1) - 1, x.shape[1])
-    found = x.new_zeros(len(x), x.shape[1] + 1)
-    return found.scatter_(1, place, torch.where(mask, x, 0.0))[:, :-1]
+    found = x.new_zeros(len(x), x.shape[1] + 1, dtype=torch.float64)
+    return found.scatter_(1, place, torch.where(mask, x, 0.0).double())[:, :-1]
 
 
 def _apart(x: Tensor, mask: Tensor) -> Tensor:

@@ -128,7 +128,7 @@ class PackedAttention(torch.nn.Module):
     ) -> Tensor:
         """Computes attention of packed tokens, [n, heads, d] -> [n, heads * d], in batches."""
         # rows of one length are contiguous: nothing is copied
-        if len(parts) == 1 and parts[0].keys is parts[0].queries:
+        if len(parts) == 1 and parts[0].whole:
             rows = (
                 x.unflatten(0, parts[0].queries.shape).transpose(1, 2) for x in (query, key, value)
             )

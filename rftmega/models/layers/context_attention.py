@@ -30,12 +30,26 @@ class RowChunk(NamedTuple):
     """
 
     queries: Tensor  # [rows, q] indices of this process's tokens
-    # [rows, k] indices of all processes' tokens, row by row; of a single row, their range
+    # [rows, k] indices of all processes' tokens, row by row; where a single row is divided over
+    # processes, a range of them
     keys: Tensor | slice
 
+    @property
+    def whole(self) -> bool:
+        """Returns whether the queries are all tokens of their rows."""
+        return self.keys is self.queries
+
+    def to(self, device: torch.device) -> "RowChunk":
+        queries = self.queries.to(device, non_blocking=True)
+        if self.whole:
+            return RowChunk(queries, queries)
+        if isinstance(self.keys, slice):
+            return RowChunk(queries, self.keys)
+        return RowChunk(queries, self.keys.to(device, non_blocking=True))
+
     def of_keys(self, x: Tensor) -> Tensor:
-        """Returns [rows, groups, k, d] of the keys, from `x` [tokens, groups, d]; of a single row,
-        a view.
+        """Returns [rows, groups, k, d] of the keys, from `x` [tokens, groups, d]; where keys are a
+        range, a view.
         """
         found = x[self.keys]
         return (found[None] if isinstance(self.keys, slice) else found).transpose(1, 2)
@@ -53,12 +67,17 @@ class RowChunk(NamedTuple):
         return self._replace(keys=self.keys[:, first:stop])
 
     def within(self, window: int | None) -> "RowChunk":
-        """Returns the chunk with the keys that a sliding `window` of tokens reaches; None: all."""
+        """Returns the chunk with the keys that a sliding `window` of tokens reaches, as indices: a
+        view would keep all keys in memory. None: all keys.
+        """
         if window is None:
             return self
         index = self.keys
-        keys = index.stop - index.start if isinstance(index, slice) else index.shape[1]
-        return self.among(max(0, keys - window - self.queries.shape[1] + 1), keys)
+        if isinstance(index, slice):
+            index = torch.arange(index.start, index.stop, device=self.queries.device)[None]
+        keys = index.shape[1]
+        first = max(0, keys - window - self.queries.shape[1] + 1)
+        return self._replace(keys=index[:, first:])
 
 
 class RowChunks(NamedTuple):
@@ -86,12 +105,9 @@ def chunks_of(packed: PackedSeqParams, rank: int, processes: int) -> RowChunks:
         for start, stop in itertools.pairwise(packed.edges):
             starts[stop - start].append(start)
         batches = [
-            RowChunk(
-                queries.to(where, non_blocking=True),
-                keys if isinstance(keys, slice) else keys.to(where, non_blocking=True),
-            )
+            chunk.to(where)
             for length, begin in starts.items()
-            for queries, keys in _chunks_of_length(length, begin, rank, processes)
+            for chunk in _chunks_of_length(length, begin, rank, processes)
         ]
         order = None
         if processes > 1:
@@ -231,6 +247,8 @@ class _AttentionAcross(torch.autograd.Function):
             if to_sinks is not None:
                 to_sinks += gradient_of_sinks(grad, done, sinks)
         del all_keys, all_values, keys
+        if not any(ctx.needs_input_grad[1:3]):  # the same on all processes
+            return to_query, None, None, None, None, None, to_sinks
         by_process = torch.empty_like(total)
         by_process[chunks.order] = total
         del total, of_key, of_value

@@ -13,7 +13,12 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from rftmega.config import ParallelConfig
-from rftmega.model_providers.description import DeltaNet, ModelDescription, stage_layers
+from rftmega.model_providers.description import (
+    DeltaNet,
+    LatentAttention,
+    ModelDescription,
+    stage_layers,
+)
 from rftmega.run.planning.models import PlannedModel
 
 RULE_CHUNK = 64  # tokens of a chunk of a gated delta net (models/kernels/delta_rule.py)
@@ -60,10 +65,12 @@ def _layer_memory(
 ) -> LayerMemory:
     """Returns the memory of layer number `layer`; arguments as of `layer_bytes`.
 
-    The MLP's backward pass holds the gradients of what the MLP has stored. Then the attention's
-    holds those of what the attention has stored, after the MLP has freed its own. Under context
-    parallelism it also holds the keys and values of the whole rows, their gradients, and these once
-    more while they are reduced.
+    The MLP's backward pass holds the gradients of what the MLP has stored. Then, after the MLP has
+    freed its own, come the norm before it, and the attention, which holds the gradients of what it
+    has stored. Under context parallelism the attention holds the keys and values of the whole rows,
+    their gradients, and these once more while they are reduced; and copies of one chunk's queries,
+    outputs and their gradients, about 10 times the width of the heads. This is an upper bound for
+    Transformer Engine, which passes keys and values around in a ring.
     """
     hidden = itemsize * model.hidden * _share(parallel)
     net = model.delta_net
@@ -84,11 +91,16 @@ def _layer_memory(
         keys = parallel.context * _keys_and_values(model, parallel.tensor, itemsize)
         width = itemsize * _width(model) / parallel.tensor
         # with inputs and results of the kernel, for one chunk
+        if model.latent:  # padded values, and outputs
+            mixed += 2 * width
         scored += 2 * keys + 2 * width
         pulled = 3 * keys + 10 * width
+    after_mlp = max(
+        _norm_gradient(model, parallel, itemsize, kernels) - mlp, pulled - mlp - norms / 2
+    )
     return LayerMemory(
         norms + mixed + mlp,
-        hidden + max(gradients, pulled - mlp - norms / 2),
+        hidden + max(gradients, after_mlp),
         4 * hidden + max(mlp, scored),
     )
 
@@ -107,15 +119,31 @@ def _norms(
     return 2 * (4 + 2 * itemsize) * hidden + 8 * s
 
 
+def _norm_gradient(
+    model: ModelDescription, parallel: ParallelConfig, itemsize: int, kernels: Kernels
+) -> float:
+    """Returns the bytes per token that a norm's backward pass holds at most: without a fused kernel
+    five float32 numbers of each element.
+    """
+    each = 3 * itemsize if kernels == "fused" else 20
+    return each * model.hidden * _share(parallel)
+
+
 def _width(model: ModelDescription) -> float:
-    """Returns the number of attention outputs per token: all heads together."""
-    return model.heads * (model.latent.value_dim if model.latent else model.head_dim)
+    """Returns the number of values per token that the kernel of context parallelism puts out, all
+    heads together: it pads the values of latent attention to the size of the keys.
+    """
+    return model.heads * (_widest(model.latent) if model.latent else model.head_dim)
+
+
+def _widest(latent: LatentAttention) -> int:
+    return max(latent.plain_dim + latent.rope_dim, latent.value_dim)
 
 
 def _keys_and_values(model: ModelDescription, t: int, itemsize: int) -> float:
     """Returns the bytes of a token's keys and values on one process."""
     if latent := model.latent:
-        return itemsize * model.heads / t * (latent.plain_dim + latent.rope_dim + latent.value_dim)
+        return itemsize * model.heads / t * 2 * _widest(latent)
     return itemsize * 2 * max(model.groups / t, 1) * model.head_dim
 
 
@@ -176,6 +204,12 @@ def _mlp(model: ModelDescription, parallel: ParallelConfig, layer: int, itemsize
     return routed + router + itemsize * 4 * experts.shared_ffn / parallel.tensor
 
 
+def _kernels(planned: PlannedModel, *, cpu: bool) -> Kernels:
+    if planned.groups is not None:
+        return "transformers"
+    return "torch" if cpu else "fused"
+
+
 class StageMemory(NamedTuple):
     """StageMemory is the memory of a pipeline stage's layers, in bytes per token of one process."""
 
@@ -188,9 +222,7 @@ def _stage_memory(planned: PlannedModel, stage: int, *, cpu: bool) -> StageMemor
     """Returns the memory of a pipeline stage's layers without gradient checkpointing. With virtual
     pipeline stages it has several chunks of layers. `cpu`: with torch's own kernels.
     """
-    kernels: Kernels = "torch" if cpu else "fused"
-    if planned.groups is not None:
-        kernels = "transformers"
+    kernels = _kernels(planned, cpu=cpu)
     model, parallel = planned.model, planned.parallel
     sparse = model.experts.layers if model.experts else frozenset()
     linear = model.delta_net.layers if model.delta_net else frozenset()
@@ -266,14 +298,19 @@ def _share(parallel: ParallelConfig) -> float:
 
 def _head(planned: PlannedModel, stage: int, load: Load, *, learns: bool, cpu: bool) -> float:
     """Returns the bytes that the last norm and log-probs of one micro-batch take on the last
-    pipeline stage (0 on other stages, and for a value model); arguments as of `training`.
+    pipeline stage (0 on other stages); arguments as of `training`.
     """
     if stage != planned.parallel.pipeline - 1:
         return 0
-    n = load.tokens / planned.parallel.context
-    hidden = planned.itemsize * planned.model.hidden * _share(planned.parallel)
-    norm = n * hidden * (2 if cpu else 1) * learns
-    return norm + log_probs(planned, load, learns=learns)
+    found = log_probs(planned, load, learns=learns)
+    if not learns:
+        return found
+    model, parallel, kernels = planned.model, planned.parallel, _kernels(planned, cpu=cpu)
+    n = load.tokens / parallel.context
+    hidden = planned.itemsize * model.hidden * _share(parallel)
+    stored = _norms(model, parallel, planned.itemsize, kernels) / 2 - hidden  # besides the output
+    gradient = hidden + _norm_gradient(model, parallel, planned.itemsize, kernels)
+    return n * stored + max(found, n * gradient)
 
 
 def log_probs(planned: PlannedModel, load: Load, *, learns: bool) -> int:

@@ -80,8 +80,7 @@ class Alternative:
 class Found:
     """Found is the outcome of a search: the proposal that fits (or None), and the rejected layouts,
     each with the reason why it does not fit. `refusal`: the violated rule if every layout violates
-    one. `engines`: number of
-    engine sizes that fit into the memory of the devices.
+    one. `engines`: number of engine sizes that fit into the memory of the devices.
     """
 
     proposal: Proposal | None = None
@@ -278,8 +277,7 @@ class Search:
                 continue
             stays = 0.0
             if rl and not candidate.trainer.offload:
-                stays = sum(held.values()) - held[ACTIVATIONS]
-                stays -= held[GRADIENTS] * backend_of(candidate).frees_gradients
+                stays = self._stays(models[POLICY], candidate, world)
             phases = seconds(models, candidate, world, None, None, self.machine.speeds)
             took = sum(sum(parts.values()) for parts in phases.values())
             now = candidate.parallel
@@ -306,6 +304,19 @@ class Search:
             held = {GRADIENTS: 0} if policy.parallel.cpu_offload else states(policy, world, stage)
             found.append({**held, ACTIVATIONS: training(policy, stage, load)})
         return max(found, key=lambda kinds: sum(kinds.values()))
+
+    def _stays(self, policy: PlannedModel, config: RunConfig, world: int) -> float:
+        """Returns the most bytes of weights and optimizer states that a process keeps in a rollout
+        without offload.
+        """
+        if policy.parallel.cpu_offload:
+            return 0.0
+        freed = backend_of(config).frees_gradients
+        return max(
+            sum(kinds.values()) - kinds[GRADIENTS] * freed
+            for stage in {0, policy.parallel.pipeline - 1}
+            for kinds in [states(policy, world, stage)]
+        )
 
     def _divides(self, config: RunConfig) -> bool:
         """Returns whether the sizes of a layout fit the processes, the layers and the experts."""

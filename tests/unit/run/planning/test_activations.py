@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from rftmega.backends.decoder.gathered_groups import Groups
 from rftmega.config import ParallelConfig, RolloutConfig, RunConfig, TrainerConfig
 from rftmega.model_providers.description import describe
 from rftmega.model_providers.hf_config import read_hf_config
@@ -88,6 +89,19 @@ def test_a_step_holds_a_layers_gradients_or_the_heads_but_not_both() -> None:
     assert activations.scoring(policy, 0, load) == pytest.approx(
         max(scored, layer) + 4096 * activations.PLACES
     )
+
+
+def test_the_norms_of_transformers_compute_in_float32() -> None:
+    """Where tensor parallelism leaves little of an MLP, a norm's backward pass is the peak: five
+    numbers an element, of which an MLP of 1/8 has freed its own.
+    """
+    policy = replace(without_head(P(tensor=8)), groups=Groups((), ()))
+    load = Load(tokens=4096, micro_batches=1)
+    found = activations.training(policy, 0, load)
+    layer = layer_bytes(policy.model, policy.parallel, 0, 2, "transformers")
+    rows = 4096 * (activations.PLACES + activations.LOSS)
+    norm = 8192 * (6 + 2 + 20)  # the last one's, which frees nothing before
+    assert found == pytest.approx(4096 * (80 * layer + norm + 4) + rows, rel=1e-3)
 
 
 def test_experts_cost_as_many_as_a_token_goes_to() -> None:
