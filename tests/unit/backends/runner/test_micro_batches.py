@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from rftmega.backends.runner.balanced_partition import karmarkar_karp
@@ -108,6 +108,8 @@ def test_rows_that_share_nearly_all_tokens_are_bounded_by_their_grid_too() -> No
     assert max(len(batch) for batch in plan) == GRID * cap // 400
 
 
+@example([5] * 300, 1, 1, 1, False)
+@example([5] * 300, 1, 2, 2, True)
 @given(
     st.lists(st.integers(1, 60), min_size=1, max_size=80),
     st.integers(0, 3),
