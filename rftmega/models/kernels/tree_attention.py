@@ -14,9 +14,9 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from rftmega.core.shared_prefixes import RowSegment
+from rftmega.models.kernels.prefix_attention import padded_heads
 
 aten = torch.ops.aten
 
@@ -163,10 +163,7 @@ def attend_to_tree(
     """
     width = value.shape[-1]
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    # one size for all, which CUDA's kernel can load
-    widest = -(-max(query.shape[-1], width) // 8) * 8
-    query, key, value = (F.pad(x, (0, widest - x.shape[-1])) for x in (query, key, value))
-    attended: Tensor = _TreeAttention.apply(query, key, value, tree, scale, sinks)
+    attended: Tensor = _TreeAttention.apply(*padded_heads(query, key, value), tree, scale, sinks)
     return attended[..., :width]
 
 
