@@ -27,7 +27,9 @@ from tests.distributed.test_vision import (
     INTERLEAVED,
     LAYOUTS,
     MORE,
+    OVERLAPPED,
     UPDATES,
+    P,
     likelihood,
 )
 from tests.layouts import build_actor, build_critic, config_of
@@ -35,7 +37,9 @@ from tests.ranks import LOCAL, TRANSFORMER_ENGINE, run_ranks
 from tests.tiny_audio import save_tiny_audio
 from tests.vision_rows import experience_of
 
-QUICK = ("TP2, SP", "DP4, overlapped")
+# six processes, one row each: two have no waveform
+LAYOUTS = LAYOUTS | {"DP6, overlapped": (6, P(), OVERLAPPED)}
+QUICK = ("TP2, SP", "DP6, overlapped")
 SINUSOIDS = "audio_tower.embed_positions.weight"
 
 

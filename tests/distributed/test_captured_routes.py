@@ -54,6 +54,8 @@ def body(world: Any, folder: Path, engine_size: int) -> Any:
                 name: t * factor for name, t in load_file(folder / "model.safetensors").items()
             }
             engine.load_weights(iter(tensors.items()), version=version)
+            if captured is not None:
+                assert not len(captured._by_slot), "routes of earlier weights were kept"
             completions = engine.generate(PROMPTS, seeds=range(5), sampling=Sampling(1.0))
             found.append([(list(each.token_ids), each.routes) for each in completions])
     finally:

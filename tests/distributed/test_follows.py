@@ -48,13 +48,19 @@ def experience_of(rows: Any) -> Experience:
 
 
 def follows_body(
-    world: Any, folder: Path, output: Path, parallel: ParallelConfig, optimizer: OptimizerConfig
+    world: Any,
+    folder: Path,
+    output: Path,
+    parallel: ParallelConfig,
+    optimizer: OptimizerConfig,
+    offload: bool,
 ) -> None:
     from rftmega.backends.megatron import MegatronBackend
     from rftmega.run.placement.reinforcement import ReinforcementStrategy
 
     config = config_of(folder, parallel, optimizer)
     config.rollout = RolloutConfig(engine="scripted", max_prompt_tokens=8, max_response_tokens=6)
+    config.trainer.offload = offload
     engines.create = lambda config, world, *, experts, **named: Keeps(config.rollout, **named)  # type: ignore[assignment]
     strategy = ReinforcementStrategy(config, world, MegatronBackend(), stop_ids=[1])
     manager, engine = strategy.actor.manager, strategy.local_engine
@@ -100,13 +106,15 @@ def assert_same(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("processes", "parallel", "optimizer"),
+    ("processes", "parallel", "optimizer", "offload"),
     [
-        pytest.param(2, P(), OVERLAPPED, marks=pytest.mark.ranks, id="DP2, overlapped"),
+        pytest.param(2, P(), OVERLAPPED, True, marks=pytest.mark.ranks, id="DP2, overlapped"),
+        pytest.param(2, P(), OVERLAPPED, False, id="DP2, overlapped, nothing offloaded"),
         pytest.param(
             2,
             P(pipeline=2, virtual_pipeline=2),
             PLAIN,
+            True,
             marks=pytest.mark.ranks,
             id="PP2 x VPP2",
         ),
@@ -114,12 +122,17 @@ def assert_same(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
             4,
             P(pipeline=2, virtual_pipeline=2),
             OVERLAPPED,
+            True,
             id="PP2 x VPP2 x DP2, overlapped",
         ),
     ],
 )
 def test_every_push_and_export_is_of_the_present_policy(
-    processes: int, parallel: ParallelConfig, optimizer: OptimizerConfig, tmp_path: Path
+    processes: int,
+    parallel: ParallelConfig,
+    optimizer: OptimizerConfig,
+    offload: bool,
+    tmp_path: Path,
 ) -> None:
     folder = save_tiny(tmp_path / "model", "qwen3")
-    run_ranks(processes, follows_body, folder, tmp_path / "policy", parallel, optimizer)
+    run_ranks(processes, follows_body, folder, tmp_path / "policy", parallel, optimizer, offload)

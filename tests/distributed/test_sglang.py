@@ -141,6 +141,8 @@ def test_a_server_that_says_that_it_joined_and_did_not_misses_the_push(tmp_path:
     for version, (metrics, (gap, versions)) in enumerate(seen):
         assert gap < 1e-5 and versions == {version}
         assert metrics["servers_healthy"] == 1
+        assert metrics["push_missed"] == metrics["servers_suspect"] == 1
+        assert metrics["server_faults"] == version + 1
 
 
 PARTS = [Sampling(0.7, top_p=0.8), Sampling(0.7, top_k=5), Sampling(0.7, top_k=5, min_p=0.7)]

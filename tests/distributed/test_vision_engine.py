@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from rftmega.config import ParallelConfig, RolloutConfig
 from rftmega.core.media_positions import RowImages
@@ -166,3 +167,39 @@ def assert_alike(runs: list[Any]) -> None:
             for first, second in zip(found[0]["trainer"], found[1]["trainer"], strict=True)
         ]
         assert max(moved) > 1e-2, "the second push brought nothing new"
+
+
+def awake_body(world: Any, folder: Path) -> Any:
+    """An engine that gets other weights without having slept, as one of a server does."""
+    from rftmega.rollout.engines.vllm import VLLMEngine
+
+    config = RolloutConfig(
+        max_prompt_tokens=80, max_response_tokens=6, cpu_cache_gib=0.05, max_batch=4, max_images=3
+    )
+    engine = VLLMEngine(folder, config, world, dtype="float32", stop_ids=[IM_END])
+    oracle = TransformersEngine(folder, config, stop_ids=[IM_END], where=torch.device("cpu"))
+    prompts = prompts_of(folder, videos=False)
+    found = []
+    for version in range(2):
+        tensors = load_file(folder / "model.safetensors")
+        for name, tensor in tensors.items():
+            if "visual" in name:
+                tensor.mul_(1 + 2 * version)
+        for each in (engine, oracle):
+            each.load_weights(iter(tensors.items()), version=version)
+            told = each.generate(prompts, seeds=SEEDS, sampling=Sampling(0.0))
+            found.append([(list(own.token_ids), list(own.logprobs)) for own in told])
+    engine.close()
+    return found
+
+
+def test_features_of_images_that_were_computed_before_a_push_do_not_serve_after_it(
+    tmp_path: Path,
+) -> None:
+    save_tiny_vision(tmp_path, "qwen2_vl")
+    ((first, first_told, second, second_told),) = run_ranks(1, awake_body, tmp_path, timeout=300)
+    for ours, theirs in ((first, first_told), (second, second_told)):
+        for (ids, logprobs), (wanted, told) in zip(ours, theirs, strict=True):
+            assert ids == wanted
+            assert logprobs == pytest.approx(told, abs=1e-5)
+    assert first != second

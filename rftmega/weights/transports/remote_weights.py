@@ -149,16 +149,17 @@ class RemoteWeights(ABC):
         self, waiting: Sequence[WaitingEngine], version: int
     ) -> tuple[list[str], list[str], int]:
         """Sends the weights of push `version` to the waiting engines. Returns the names of the
-        engines that could receive them, the names of the engines that now have them, and the number
-        of bytes sent.
+        engines that should have received them, the names of the engines that now have them, and the
+        number of bytes sent.
         """
         holders = _holders(waiting)
-        names = self._linked([each for each in waiting if not each.holds])
+        lacking = [each for each in waiting if not each.holds]
+        names = self._linked(lacking)
         moved, receiving = self._brought(names, version) if names else (0, {})
         self.engines.newest = version
         landed = self._landed(receiving, holders, version)
         self._forget(set(names) - set(landed))
-        return [*names, *holders], landed, moved
+        return [*(each.name for each in lacking), *holders], landed, moved
 
     @abstractmethod
     def checksums(self) -> list[SliceChecksums]: ...
