@@ -95,6 +95,7 @@ def fused_kernels(
         "apply_rope_fusion": engine >= (1, 12)
         and not model.latent
         and not model.rope.yarn
+        and not model.rope.long
         and not model.rope.sections
         and not model.rotated_pairs,
         "bias_activation_fusion": found.triton

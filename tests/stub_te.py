@@ -377,6 +377,8 @@ class DotProductAttention(Module):
         qkv_format: str,
         cu_seqlens_q: Tensor,
         cu_seqlens_kv: Tensor,
+        cu_seqlens_q_padded: Tensor | None = None,
+        cu_seqlens_kv_padded: Tensor | None = None,
         **_: Any,
     ) -> Tensor:
         """[tokens, heads, d] -> [tokens, heads * d], row by row, with all scores of a row in
@@ -384,6 +386,12 @@ class DotProductAttention(Module):
         """
         from megatron.core.tensor_parallel import gather_from_sequence_parallel_region as gather
 
+        # the kernels take the places of rows from the padded boundaries
+        for padded, plain in (
+            (cu_seqlens_q_padded, cu_seqlens_q),
+            (cu_seqlens_kv_padded, cu_seqlens_kv),
+        ):
+            assert padded is None or torch.equal(padded, plain), (padded, plain)
         assert (qkv_format, attn_mask_type) == ("thd", "padding_causal"), (
             qkv_format,
             attn_mask_type,

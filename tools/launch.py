@@ -38,6 +38,40 @@ ROOT = ABOVE if SCRIPT.exists() else ABOVE.parent  # a checkout, or site-package
 TRAIN = [str(SCRIPT)] if SCRIPT.exists() else ["-m", "rftmega", "train"]
 TEMPLATE = Path(__file__).with_name("run.sbatch")
 WAIT = 60  # seconds
+RANKS = """# A rank that refuses leaves this file: of the others, which wait for it, srun would tell that they were killed.
+export RFTMEGA_REFUSED={folder}/$SLURM_JOB_ID-refused
+rm -f "$RFTMEGA_REFUSED"
+# One task is one rank, and the command after `rank` is what it becomes. When one has ended, the others have {wait} s.
+become='export RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID; exec "$@"'
+srun {srun} \\
+    bash -c "$become" rank \\
+    {train}
+code=$?"""
+SUPERVISORS = """# One task is the supervisor of one node, which starts the node's ranks. When a node fails, the others go on, and the
+# node's supervisor is started again in case that it comes back.
+export -f address_of
+become='exec "$@" --node "$SLURMD_NODENAME" --address "$(address_of "$SLURMD_NODENAME" 2> /dev/null)"'
+ended() {{ [ {end} -nt "$began" ]; }}  # the run's supervisors have agreed on its end
+supervise() {{
+    for ((start = 1; start <= {starts}; start++)); do
+        srun --nodelist="$1" --nodes=1 --ntasks=1 --output="{folder}/%j-$1.log" \\
+            {srun} \\
+            bash -c "$become" node \\
+            {train}
+        code=$?
+        echo "$code" > "$began.$1"
+        case $code in 0 | 2 | 76 | 77 | {saved}) return ;; esac
+        ended && return
+        echo "the supervisor of $1 ended with $code and is started again"
+        sleep {pause}
+    done
+}}
+for node in $(scontrol show hostnames "$SLURM_JOB_NODELIST"); do supervise "$node" & done
+wait
+code=$(sort -n "$began".* | tail -n 1)
+if ended; then code=$(sed -n 's/.*"code": \\([0-9]*\\).*/\\1/p' {end}); fi
+rm -f "$began" "$began".*"""
+STARTS, PAUSE = 100, 15  # of a supervisor that fails, and seconds between two of them
 READ = (  # prefixes of the variables that the program and its libraries read
     *(
         "CUDA_",
@@ -99,7 +133,13 @@ def arguments(command: str) -> argparse.ArgumentParser:
             help="ranks, one a GPU where there are GPUs",
         )
         return parser
-    add("--nodes", type=int, required=True, metavar="N")
+    add("--nodes", type=int, metavar="N", help="nodes of the trainer; without --elastic it is needed")
+    add(
+        "--elastic",
+        default="",
+        metavar="MIN:MAX",
+        help="in place of --nodes: start with MAX nodes, and go on with at least MIN when nodes fail (docs/elastic.md)",
+    )
     add("--gpus-per-node", type=int, default=0, metavar="G", help="0: the run is on CPUs (0)")
     add("--processes-per-node", type=int, metavar="P", help="ranks a node (as many as GPUs)")
     slurm_server_step.add_arguments(parser)
@@ -173,6 +213,7 @@ def slurm(chosen: argparse.Namespace, given: list[str]) -> int:
     """
     from rftmega import config as configuration
     from rftmega.run import preflight
+    from rftmega.run.elastic.start import refusals
     from rftmega.run.hub import fetched
     from rftmega.runtime import device
     from rftmega.runtime.parallel.private import keep_private
@@ -180,11 +221,14 @@ def slurm(chosen: argparse.Namespace, given: list[str]) -> int:
     keep_private()  # the file contains this shell's environment
     if chosen.processes_per_node is None:
         chosen.processes_per_node = chosen.gpus_per_node
+    _choose_nodes(chosen)
     servers = slurm_server_step.overrides(chosen, "of the job", "of its first node")
     config = fetched(configuration.load(chosen.config, [*chosen.overrides, *servers]))
     if found := problems(chosen, config):
         raise ConfigError.listing("This can't be started", found)
     processes = chosen.nodes * chosen.processes_per_node
+    if chosen.elastic and (found := refusals(config, chosen.processes_per_node)):
+        raise ConfigError.listing("This can't be an elastic run", found)
     preflight.preflight(
         config, processes, on=device.CUDA() if chosen.gpus_per_node else device.CPU()
     )
@@ -228,6 +272,24 @@ def slurm(chosen: argparse.Namespace, given: list[str]) -> int:
     else:
         say(f"submit it   sbatch {shlex.quote(str(target))}\n")
     return 0
+
+
+def _choose_nodes(chosen: argparse.Namespace) -> None:
+    """Sets `chosen.nodes` to the most nodes of --elastic if it is given.
+
+    Raises ConfigError unless exactly one of --nodes and --elastic is given.
+    """
+    from rftmega.run.elastic.start import limits_of
+
+    if (chosen.nodes is None) == (not chosen.elastic):
+        raise ConfigError("Give either --nodes N, or --elastic MIN:MAX.")
+    if chosen.elastic and chosen.server_nodes:
+        raise ConfigError(
+            "--server-nodes has a fixed place in a job of --nodes. With --elastic, start servers in a job of their own "
+            "(rftmega serve, rollout.server_list)."
+        )
+    if chosen.elastic:
+        chosen.nodes = limits_of(chosen.elastic).most
 
 
 def problems(chosen: argparse.Namespace, config: "RunConfig") -> list[str]:
@@ -331,7 +393,7 @@ def script(
     """
     written, left_out = captured(environment, HOST if not chosen.container else ())
     python = chosen.python or ("python" if chosen.container else sys.executable)
-    train = shlex.join([python, "-u", *TRAIN, chosen.config, *chosen.overrides])
+    train = shlex.join([python, "-u", *TRAIN, chosen.config, *chosen.overrides, *_of_node(chosen)])
     found_by = slurm_server_step.overrides(
         chosen, slurm_server_step.SERVER_LIST, slurm_server_step.LISTEN
     )
@@ -346,11 +408,13 @@ def script(
         "ENVIRONMENT": "\n".join(
             f"export {name}={shlex.quote(value)}" for name, value in written.items()
         ),
-        "WORLD_SIZE": chosen.nodes * chosen.processes_per_node,
-        "LOCAL_WORLD_SIZE": chosen.processes_per_node,
-        "WAIT": WAIT,
-        "SRUN": " \\\n    ".join([*of_trainer, *shared]),
-        "TRAIN": " ".join([train, *found_by]),
+        **_started(
+            chosen,
+            folder,
+            options=" \\\n    ".join([*of_trainer, *shared]),
+            train=" ".join([train, *found_by]),
+            saved=saved,
+        ),
         **slurm_server_step.values(chosen, folder, python, shared),
         "SAVED": saved,
         "LOGS": folder,
@@ -360,18 +424,57 @@ def script(
     return re.sub(r"{{(\w+)}}", lambda name: str(values[name[1]]), TEMPLATE.read_text())
 
 
+def _of_node(chosen: argparse.Namespace) -> list[str]:
+    """Returns the options of a node's supervisor; [] for a run that is not elastic."""
+    if not chosen.elastic:
+        return []
+    return ["--elastic", chosen.elastic, "--processes", str(chosen.processes_per_node)]
+
+
+def _started(
+    chosen: argparse.Namespace, folder: Path, *, options: str, train: str, saved: int
+) -> dict[str, str]:
+    """Returns the parts of the file that start the run's ranks or supervisors, by placeholder.
+    `options`: srun's; `train`: the command; `folder` and `saved`: see `script`.
+    """
+    ranks = chosen.processes_per_node
+    if not chosen.elastic:
+        size = chosen.nodes * ranks
+        return {
+            "MEETING": f"export MASTER_ADDR MASTER_PORT WORLD_SIZE={size} LOCAL_WORLD_SIZE={ranks}",
+            "RUN": RANKS.format(folder=folder, wait=WAIT, srun=options, train=train),
+            "LOG": "$SLURM_JOB_ID-rank-*.log",
+        }
+    end = shlex.quote(str(folder.parent / "elastic" / "end.json"))
+    run = SUPERVISORS.format(
+        folder=folder, end=end, starts=STARTS, srun=options, train=train, saved=saved, pause=PAUSE
+    )
+    return {
+        "MEETING": f'began={folder}/$SLURM_JOB_ID-began\n: > "$began"',
+        "RUN": run,
+        "LOG": "$SLURM_JOB_ID-*.log",
+    }
+
+
 def directives(chosen: argparse.Namespace, folder: Path) -> list[str]:
     """Returns the options of the #SBATCH lines. `chosen`: the parsed command line; `folder`: of the
     logs.
     """
     limits = {"time": chosen.time, "partition": chosen.partition, "account": chosen.account}
     alone = ["--exclusive", "--mem=0"]
+    if chosen.elastic:
+        # of a range, Slurm may allocate the fewest
+        nodes = [f"--nodes={chosen.nodes}", "--no-kill", "--ntasks-per-node=1"]
+    else:
+        nodes = [
+            f"--nodes={chosen.nodes + chosen.server_nodes}",
+            f"--ntasks-per-node={chosen.processes_per_node}",
+        ]
     return [
         f"--job-name={chosen.job_name or folder.parent.name}",
-        f"--nodes={chosen.nodes + chosen.server_nodes}",
-        f"--ntasks-per-node={chosen.processes_per_node}",
+        *nodes,
         *([f"--gpus-per-node={chosen.gpus_per_node}"] if chosen.gpus_per_node else []),
-        *([f"--cpus-per-task={chosen.cpus_per_process}"] if chosen.cpus_per_process else alone),
+        *([f"--cpus-per-task={_cores_of_task(chosen)}"] if chosen.cpus_per_process else alone),
         *(f"--{name}={value}" for name, value in limits.items() if value),
         f"--chdir={Path.cwd()}",
         f"--output={folder}/%j.log",
@@ -382,6 +485,12 @@ def directives(chosen: argparse.Namespace, folder: Path) -> list[str]:
     ]
 
 
+def _cores_of_task(chosen: argparse.Namespace) -> int:
+    """Returns the cores of one task: a rank, or all ranks of a node of an elastic run."""
+    ranks = chosen.processes_per_node if chosen.elastic else 1
+    return int(chosen.cpus_per_process) * ranks
+
+
 def srun(chosen: argparse.Namespace, folder: Path) -> tuple[list[str], list[str]]:
     """Returns the srun options that all steps of the job share, and the options of the trainer's
     step alone. `chosen`: the parsed command line; `folder`: of the logs.
@@ -390,7 +499,7 @@ def srun(chosen: argparse.Namespace, folder: Path) -> tuple[list[str], list[str]
         f"{path}:{path}" for path in dict.fromkeys([str(ROOT), str(Path.cwd())])
     )
     cores = (
-        f"--cpus-per-task={chosen.cpus_per_process}"
+        f"--cpus-per-task={_cores_of_task(chosen)}"
         if chosen.cpus_per_process
         else "--cpu-bind=none"
     )
@@ -401,6 +510,8 @@ def srun(chosen: argparse.Namespace, folder: Path) -> tuple[list[str], list[str]
     ]
     shared = [cores, "--open-mode=append", *(inside if chosen.container else [])]
     of_trainer = [f"--wait={WAIT}", f"--output={folder}/%j-rank-%t.log"]
+    if chosen.elastic:
+        of_trainer = ["--overlap", "--no-kill"]
     return (
         [shlex.quote(option) for option in shared],
         [shlex.quote(option) for option in [*of_trainer, *slurm_server_step.placed(chosen)]],

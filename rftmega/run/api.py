@@ -35,6 +35,7 @@ from rftmega.runtime.parallel.orphans import end_with_parent
 from rftmega.runtime.parallel.private import private_files
 
 PACKAGE = "rftmega."
+BEATS = 5.0  # touches of a folder's lock within a lease
 # packages whose import-time warnings are hidden, such as those about missing optional packages
 OTHERS = r"(megatron|vllm|torch|transformers|torchao|triton|rftmega|importlib)\b"
 
@@ -215,12 +216,15 @@ def end_with_torchrun() -> None:
 
 
 @contextlib.contextmanager
-def folders_locked(config: RunConfig) -> Iterator[None]:
+def folders_locked(config: RunConfig, *, lease: float | None = None) -> Iterator[None]:
     """Locks the run's output folders against other runs within a `with` block.
 
     The launcher holds the locks, since it outlives its ranks; without a launcher the first rank
-    does. Raises LockedError if another run holds one of them.
+    does. `lease`: seconds without a sign after which a lock of this run's own earlier ranks, whose
+    node has failed, is taken over; None for a run whose ranks are not started again elsewhere.
+    Raises LockedError if another run holds one of the locks.
     """
+    beat = None if lease is None else lease / BEATS
     folders = {Path(config.trainer.output).resolve()}
     if config.checkpoint.every and config.checkpoint.folder:
         folders.add(Path(config.checkpoint.folder).resolve())
@@ -229,7 +233,9 @@ def folders_locked(config: RunConfig) -> Iterator[None]:
     with contextlib.ExitStack() as held:
         if os.environ.get("RANK", "0") == "0":
             for folder in sorted(folders):
-                held.enter_context(locked(folder, "run"))
+                held.enter_context(
+                    locked(folder, "run", beat=beat, stale=lease, patient=lease is not None)
+                )
         yield
 
 

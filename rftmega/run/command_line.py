@@ -46,6 +46,18 @@ def run(description: str | None) -> int:
     try:
         if given.dry_run:
             shown(given)
+        elif given.elastic:
+            from rftmega.run.elastic.start import elastic
+
+            code = elastic(
+                given.config,
+                given.overrides,
+                given.processes,
+                given.elastic,
+                name=given.node,
+                address=given.address,
+                lease=given.lease_seconds,
+            )
         else:
             result = train(given.config, processes=given.processes, overrides=given.overrides)
             code = result.exit_code
@@ -87,6 +99,29 @@ def arguments(description: str | None) -> argparse.Namespace:
         "--processes",
         type=int,
         help="start this many processes here (otherwise launch with torchrun)",
+    )
+    parser.add_argument(
+        "--elastic",
+        default="",
+        metavar="MIN:MAX",
+        help="be one of MIN to MAX nodes, each with --processes ranks: the run goes on with the nodes that are there, in the "
+        "layout that suits them (docs/elastic.md). Start this command on each node",
+    )
+    parser.add_argument(
+        "--node", default="", metavar="NAME", help="this node's name (--elastic; the host's)"
+    )
+    parser.add_argument(
+        "--address",
+        default="",
+        metavar="HOST",
+        help="address of this host at which the other nodes reach it (--elastic; that of its name)",
+    )
+    parser.add_argument(
+        "--lease-seconds",
+        type=float,
+        default=10.0,
+        metavar="S",
+        help="a node that gives no sign of life for so long has failed (--elastic; 10)",
     )
     parser.add_argument(
         "--dry-run",

@@ -39,6 +39,7 @@ GRACE = 2.0  # seconds
 # Ranks that are killed leave semaphores. multiprocessing's tracker removes them, without a warning.
 LEAKED = "ignore:resource_tracker:UserWarning"
 COMPLAINTS, STOP = "complaints", "stop"
+TRACES = "traces"  # folder in which ranks leave their tracebacks, if the launcher made it
 
 
 def launch(
@@ -67,7 +68,7 @@ def launch(
         if name.startswith("torch.distributed.elastic"):
             logging.getLogger(name).setLevel(logging.CRITICAL)
     if device.current().start_method == "forkserver":
-        _start_server(preload)
+        start_server(preload)
     launcher = os.getpid(), process_start(os.getpid())
     with tempfile.TemporaryDirectory() as told, tempfile.TemporaryDirectory() as agent_files:
         folder = Path(told)
@@ -85,18 +86,18 @@ def launch(
             start_method=device.current().start_method,
             logs_specs=DefaultLogsSpecs(log_dir=agent_files),
         )
-        with _signals(folder / STOP if stops else None) as came, _main_of_ranks():
+        with _signals(folder / STOP if stops else None) as came, main_of_ranks():
             for restarts in range(max_restarts + 1):
                 try:
                     # a finished rendezvous stays closed
                     config.rdzv_endpoint = f"{agent_files}/rendezvous{restarts}"
                     given = (launcher, folder, restarts, stops, work, *arguments)
-                    return max(elastic_launch(config, _rank)(*given).values())
+                    return max(elastic_launch(config, run_rank)(*given).values())
                 except ChildFailedError as error:
                     if said := sorted(
                         (folder / COMPLAINTS).iterdir(), key=lambda path: path.stat().st_mtime
                     ):
-                        raise _told(said[0]) from None
+                        raise complaint_of(said[0]) from None
                     then = (
                         f"all start again ({restarts + 1} of {max_restarts})"
                         if restarts < max_restarts
@@ -111,7 +112,7 @@ def launch(
     return 1
 
 
-def _told(complaint: Path) -> RFTMegaError:
+def complaint_of(complaint: Path) -> RFTMegaError:
     """Returns the RFTMegaError that a rank wrote to the file `complaint`: its class and exit code
     on the first line, then the message.
     """
@@ -144,7 +145,7 @@ def _store(handler: DynamicRendezvousHandler, address: str, port: int) -> TCPSto
     )
 
 
-def _start_server(preload: Sequence[str]) -> None:
+def start_server(preload: Sequence[str]) -> None:
     """Starts the server that ranks are forked from, which imports the modules `preload`, ignores
     stop signals from the start, and ends with this process.
     """
@@ -167,7 +168,7 @@ def _start_server(preload: Sequence[str]) -> None:
 
 
 @contextmanager
-def _main_of_ranks() -> Iterator[None]:
+def main_of_ranks() -> Iterator[None]:
     """Makes processes that multiprocessing starts within a `with` block use rank_main.py as their
     main module.
     """
@@ -216,7 +217,7 @@ def _signals(stop_file: Path | None) -> Iterator[list[signal.Signals]]:
             signal.signal(number, handler)
 
 
-def _rank(
+def run_rank(
     launcher: tuple[int, int | None],
     folder: Path,
     restarts: int,
@@ -252,8 +253,9 @@ def _rank(
     try:
         return work(*arguments)
     except FAULTS as error:
-        time.sleep(GRACE)
-        sys.stderr.write(f"[rank {rank}] {error}\n")
+        if not _left(folder, rank, str(error)):
+            time.sleep(GRACE)
+            sys.stderr.write(f"[rank {rank}] {error}\n")
         sys.exit(1)
     except RFTMegaError as error:
         draft = folder / rank
@@ -261,10 +263,20 @@ def _rank(
         draft.rename(folder / COMPLAINTS / rank)
         sys.exit(1)
     except Exception:
-        # a collective fails within milliseconds of a peer's death, and the peer must be
-        # reported as the cause
-        time.sleep(GRACE)
-        sys.stderr.write(
-            "".join(f"[rank {rank}] {line}\n" for line in traceback.format_exc().splitlines())
-        )
+        text = traceback.format_exc()
+        if not _left(folder, rank, text):
+            # a collective fails within milliseconds of a peer's death, and the peer must be
+            # reported as the cause
+            time.sleep(GRACE)
+            sys.stderr.write("".join(f"[rank {rank}] {line}\n" for line in text.splitlines()))
         sys.exit(1)
+
+
+def _left(folder: Path, rank: str, text: str) -> bool:
+    """Leaves what a rank died of to the launcher, which prints it if no other rank's death was the
+    cause. Returns whether the launcher wants it so.
+    """
+    if not (folder / TRACES).is_dir():
+        return False
+    (folder / TRACES / rank).write_text(text)
+    return True

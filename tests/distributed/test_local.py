@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from rftmega.core.errors import ConfigError, NodeFault, RFTMegaError
-from rftmega.run.local_launcher import _rank, launch
+from rftmega.run.local_launcher import launch, run_rank
 from rftmega.runtime import device  # noqa: F401  of the programs below
 from rftmega.runtime.parallel import preemption
 from rftmega.runtime.parallel.orphans import end_with_parent
@@ -220,7 +220,7 @@ def test_a_rank_whose_launcher_was_killed_before_it_began_ends_at_once() -> None
     gone = subprocess.Popen(["true"])
     gone.wait()
     child = multiprocessing.get_context("fork").Process(
-        target=_rank, args=((gone.pid, 1), Path(), 0, False, stands_still)
+        target=run_rank, args=((gone.pid, 1), Path(), 0, False, stands_still)
     )
     child.start()
     child.join(30)

@@ -53,7 +53,7 @@ ROWS = [
     [int(x) for x in torch.arange(40) * 37 % 131],
     [1, 2, 3, 4, 5, 6],
 ]
-QUICK = ("deepseek-v3",)
+QUICK = ("deepseek-v3", "phi4-mini")
 MODELS = [
     pytest.param(variant, marks=() if variant in QUICK else pytest.mark.ranks)
     for variant in VARIANTS
@@ -73,7 +73,7 @@ def model_body(world: Any, folder: Path, exported: Path, parallel: ParallelConfi
         model.activation == "silu" and not model.clamped
     )
     assert manager.config.apply_rope_fusion == (
-        not (model.latent or model.rope.yarn or model.rotated_pairs)
+        not (model.latent or model.rope.yarn or model.rope.long or model.rotated_pairs)
     )
     assert not manager.chunks[-1].output_layer.gradient_accumulation_fusion, (
         "Megatron's own layer would need apex"

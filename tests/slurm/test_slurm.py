@@ -10,6 +10,7 @@ import psutil
 import pytest
 
 from tests.e2e.conftest import ROOT, metrics_of
+from tests.elastic_nodes import rounds_of
 from tests.slurm.cluster import Cluster, until
 
 pytestmark = pytest.mark.slurm
@@ -59,9 +60,13 @@ class Job:
 
 
 def submit(
-    cluster: Cluster, config: Path, output: Path, *options: str, nodes: tuple[str, ...] = ("2",)
+    cluster: Cluster,
+    config: Path,
+    output: Path,
+    *options: str,
+    nodes: tuple[str, ...] = ("--nodes", "2"),
 ) -> Job:
-    """`nodes`: the trainer's, and further options."""
+    """`nodes`: the options that say on how many."""
     command = [
         sys.executable,
         str(ROOT / "tools/launch.py"),
@@ -71,7 +76,6 @@ def submit(
         *options,
     ]
     command += [
-        "--nodes",
         *nodes,
         "--processes-per-node",
         "1",
@@ -121,7 +125,7 @@ def test_servers_run_on_nodes_of_their_own(
         tmp_path / "out",
         *("strategy=separate", "rollout.transport=network", "rollout.engine=vllm"),
         *("rollout.cpu_cache_gib=0.05", "algorithm.kl.coef=0"),
-        nodes=("1", "--server-nodes", "1"),
+        nodes=("--nodes", "1", "--server-nodes", "1"),
     )
     job.wait()
     assert job.steps() == [0, 1, 2, 3]
@@ -201,3 +205,60 @@ def test_a_run_that_is_interrupted_goes_on_and_ends_as_if_nothing_had_been(
     job.wait()
     assert ("failed with 137" in job.log()) == (end is killed)
     assert job.trained() == uninterrupted.trained()
+
+
+ELASTIC = ("--elastic", "1:2")
+
+
+def supervisor_of(job: Job, node: str) -> psutil.Process:
+    """The supervisor that runs on a node of an elastic job."""
+    found = [
+        process
+        for process in psutil.process_iter(["cmdline"])
+        if f"trainer.output={job.output}" in (process.info["cmdline"] or ())
+        and process.name() not in ("srun", "bash")
+        and process.environ().get("SLURMD_NODENAME") == node
+    ]
+    return min(found, key=lambda process: process.create_time())
+
+
+def test_an_elastic_run_goes_on_without_a_node_and_with_it_when_it_is_back(
+    cluster: Cluster, arithmetic: Path, tmp_path: Path
+) -> None:
+    steps = ("trainer.steps=120", "checkpoint.every=2")
+    job = submit(cluster, arithmetic / "run.yaml", tmp_path / "out", *steps, nodes=ELASTIC)
+    job.wait_for_step(2)
+    supervisor = supervisor_of(job, "n1")
+    for process in [supervisor, *supervisor.children(recursive=True)]:
+        process.kill()
+    job.wait()
+    assert "the supervisor of n1 ended with 137 and is started again" in job.log()
+    assert "finished" in job.log() and cluster.job(job.number)["Restarts"] == "0"
+    members = [[name for name, _ in found["members"]] for found in rounds_of(job.output)]  # type: ignore[attr-defined]
+    assert members == [["n1", "n2"], ["n2"], ["n2", "n1"]]
+    assert job.steps() == list(range(121))
+
+
+def test_an_elastic_run_that_is_asked_to_stop_saves_and_goes_on_later(
+    cluster: Cluster, arithmetic: Path, tmp_path: Path, uninterrupted: Job
+) -> None:
+    job = submit(cluster, arithmetic / "run.yaml", tmp_path / "out", *LONG, nodes=ELASTIC)
+    job.wait_for_step(2)
+    stopped_by_a_signal(job)
+    until(lambda: cluster.job(job.number)["Restarts"] == "1", START, "the job is put back")
+    job.wait()
+    assert job.trained() == uninterrupted.trained()
+
+
+def test_an_elastic_run_that_is_refused_is_not_started_again(
+    cluster: Cluster, arithmetic: Path, tmp_path: Path
+) -> None:
+    config = tmp_path / "run.yaml"
+    config.write_text((arithmetic / "run.yaml").read_text())
+    cluster.command("scontrol", "update", "NodeName=n[1-2]", "State=DRAIN", "Reason=test")
+    job = submit(cluster, config, tmp_path / "out", *LONG, nodes=ELASTIC)
+    config.write_text("model: {}")
+    cluster.command("scontrol", "update", "NodeName=n[1-2]", "State=RESUME")
+    until(lambda: job.state() == "FAILED", START, "the job fails")
+    assert "refused: the error is in" in job.log() and "error: " in job.log("-n1")
+    assert cluster.job(job.number)["Restarts"] == "0"

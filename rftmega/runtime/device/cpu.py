@@ -118,9 +118,11 @@ class CPU:
 
     def room(self) -> int:
         """Returns the bytes of memory that are available on this host."""
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        (kib,) = (line.split()[1] for line in lines if line.startswith("MemAvailable:"))
-        return int(kib) * 1024
+        return _host_memory("MemAvailable")
+
+    def capacity(self) -> int:
+        """Returns the bytes of memory of this host, used or not."""
+        return _host_memory("MemTotal")
 
     @contextmanager
     def waits(self) -> Iterator[list[str] | None]:
@@ -146,3 +148,9 @@ class CPU:
 
     def forget_peak(self) -> None:
         """Does nothing: a CPU records no peak."""
+
+
+def _host_memory(name: str) -> int:
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    (kib,) = (line.split()[1] for line in lines if line.startswith(f"{name}:"))
+    return int(kib) * 1024

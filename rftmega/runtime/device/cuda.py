@@ -234,6 +234,11 @@ class CUDA:
         free: int = self._cuda.mem_get_info()[0]
         return free
 
+    def capacity(self) -> int:
+        """Returns the bytes of memory of this device, used or not."""
+        total: int = self._cuda.mem_get_info()[1]
+        return total
+
     @contextmanager
     def waits(self) -> Iterator[list[str] | None]:
         """Collects the places where the host waits for the device within a `with` block, as

@@ -77,9 +77,13 @@ class FolderLock:
         *,
         beat: float | None = None,
         stale: float | None = None,
+        patient: bool = False,
         lost: Callable[[str], None] | None = None,
     ):
         """Prepares a lock; `what` is the kind of program that locks, such as "run".
+
+        `patient`: watch the lock of a process on this host like that of one on another host, since
+        the process may be stopped (SIGSTOP) rather than alive; by default it is refused at once.
 
         `beat`: seconds between two touches of the lock file; `stale`: seconds without a touch after
         which a lock may be taken over. If another program has taken over this lock, because this
@@ -88,6 +92,7 @@ class FolderLock:
         """
         self.folder, self.file = Path(folder), Path(folder) / FILE
         self.beat, self.stale = beat or BEAT_SECONDS, stale or STALE_SECONDS
+        self._patient = patient
         self._lost = lost or _end
         self.holder = Holder.present(what)
         self._own = self.folder / f"{FILE}.{self.holder.token}"  # a file of this process
@@ -145,13 +150,12 @@ class FolderLock:
                 continue
             holder, touched = found
             age = self._server_time() - touched
-            if (holder is not None and holder.dead) or (
-                age > self.stale and not (holder is not None and holder.here)
-            ):
+            here = holder is not None and holder.here and not self._patient
+            if (holder is not None and holder.dead) or (age > self.stale and not here):
                 if self._took_over(holder, age):
                     return
                 continue
-            if holder is not None and (holder.here or (seen is not None and seen != found)):
+            if holder is not None and (here or (seen is not None and seen != found)):
                 raise LockedError(
                     f"{self.folder} is in use by {holder}. Two would replace each other's files: give another folder, or wait "
                     f"for its end. (Should it be dead all the same: {self.file} may be deleted.)"
@@ -254,12 +258,19 @@ class FolderLock:
 
 
 @contextmanager
-def locked(folder: str | Path, what: str) -> Iterator[None]:
+def locked(
+    folder: str | Path,
+    what: str,
+    *,
+    beat: float | None = None,
+    stale: float | None = None,
+    patient: bool = False,
+) -> Iterator[None]:
     """Holds a FolderLock on `folder` within a `with` block; `what` is the kind of program, such as
-    "run".
+    "run"; `beat`, `stale` and `patient`: see FolderLock.
     Raises LockedError if another program holds the lock.
     """
-    lock = FolderLock(folder, what)
+    lock = FolderLock(folder, what, beat=beat, stale=stale, patient=patient)
     lock.acquire()
     try:
         yield

@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from rftmega.core import errors
-from rftmega.run.local_launcher import _told
+from rftmega.run.local_launcher import complaint_of
 
 
 @pytest.mark.parametrize(
@@ -19,7 +19,7 @@ def test_an_error_of_a_rank_keeps_its_message_and_exit_code(
 ) -> None:
     complaint = tmp_path / "complaint"
     complaint.write_text(f"{name} {code}\nfirst line\nsecond line")
-    found = _told(complaint)
+    found = complaint_of(complaint)
     assert type(found) is kind
     assert str(found) == "first line\nsecond line"
     assert found.exit_code == code

@@ -1,0 +1,472 @@
+"""Keeps one node of an elastic run at work: the loop of `rftmega train --elastic MIN:MAX`."""
+
+import hashlib
+import json
+import logging
+import multiprocessing
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rftmega.config import RunConfig
+from rftmega.core.errors import ConfigError, NodeError
+from rftmega.run.elastic import decision as decisions
+from rftmega.run.elastic.decision import Begin, Finish, Limits, Stop, Wait, decide, leads, problem
+from rftmega.run.elastic.layout_choice import choose_layouts, read_layouts
+from rftmega.run.elastic.membership import (
+    ENDED,
+    FAILED,
+    FINISHED,
+    RUNNING,
+    STOPPED,
+    Member,
+    Membership,
+    Round,
+    Seen,
+    new_token,
+)
+from rftmega.run.elastic.node_ranks import NodeRanks, Outcome
+from rftmega.run.elastic.signs import Signs
+from rftmega.run.local_launcher import main_of_ranks
+from rftmega.run.planning.fit import changed
+from rftmega.runtime import device
+
+FOLDER = "elastic"  # in trainer.output
+TRACES = "traces"  # in that
+SETTLE_SECONDS = 5.0  # without a new node, before the first round begins with fewer than the most
+FINISH_SECONDS = 60.0  # in which ranks end by themselves after the run's first rank has finished
+NODES_PER_SECOND = 32.0  # nodes whose leases one node reads a second
+SILENT_SECONDS = 60.0  # between two lines of a supervisor that waits
+log = logging.getLogger(__name__)
+
+
+class Supervisor:
+    """Supervisor runs the ranks of one node in the rounds of an elastic run."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        processes: int,
+        limits: Limits,
+        work: Callable[[RunConfig, float], int],
+        *,
+        preload: Sequence[str],
+        name: str = "",
+        address: str = "",
+        lease: float,
+    ):
+        """Starts what needs no other node. `processes`: ranks of this node; `work`: what each of
+        them calls, with the config of its layout and the lease; `preload`: modules that it imports.
+        `name`: the node's, by default the host's; `address`: of this host, at which others reach
+        it, by default that of its name; `lease`: seconds without a sign of life after which a node
+        has failed.
+
+        Raises NodeError if `address` is not this host's.
+        """
+        self.config, self.limits, self.lease = config, limits, lease
+        self._work = work
+        folder = Path(config.trainer.output).resolve() / FOLDER
+        folder.mkdir(parents=True, exist_ok=True)
+        self._ranks = NodeRanks(processes, preload)
+        address, token = address or own_address(), new_token()
+        try:
+            self._signs = Signs(address, token, lease=lease)
+        except OSError as error:
+            raise NodeError(
+                f"--address {address}: this host can't listen there: {error}. Give an address of it that the other nodes reach."
+            ) from error
+        member = Member(
+            name or socket.gethostname(),
+            token,
+            address,
+            free_port(address),
+            self._signs.port,
+            processes,
+            digest(config),
+        )
+        self._membership = Membership(folder, member, lease=lease)
+        self._layouts = Layouts(config, limits, processes, folder / f"layouts-{member.name}.json")
+        self._turned = time.monotonic()  # when the loop last began anew
+        self._stood = 0.0  # seconds for which this process was stopped
+        self._known: dict[str, float] = {}  # a node's token -> when it was first seen
+        self._round = 0  # the number of the round that this node takes part in
+        self._said, self._said_at = "", 0.0
+        self._asked = self._passed_on = False
+        self._finished_at = 0.0
+
+    @property
+    def name(self) -> str:
+        return self._membership.member.name
+
+    def run(self) -> int:
+        """Takes part in the run until it ends, or until a signal asks this node to leave. Returns
+        the exit code.
+
+        Raises the RFTMegaError that a rank of this node raised, and ConfigError if this node does
+        not fit the others.
+        """
+        over = threading.Event()
+        try:
+            self._membership.join()
+            threading.Thread(target=self._beat, args=(over,), name="lease", daemon=True).start()
+            with self._signals():
+                while True:
+                    begin = time.monotonic()
+                    code = self._turn()
+                    if code is not None:
+                        return code
+                    pause = max(0.2, len(self._known) / NODES_PER_SECOND)
+                    time.sleep(max(0.0, pause - (time.monotonic() - begin)))
+        finally:
+            over.set()
+            self._ranks.end()
+            self._layouts.close()
+            self._signs.close()
+            self._membership.leave()
+
+    def _turn(self) -> int | None:
+        """Does what there is to do now. Returns the exit code at the end of the run."""
+        self._turned = time.monotonic()
+        stood, self._stood = self._stood, 0.0
+        if stood and self._ranks.running:
+            # the others have gone on without this node
+            self._tell(f"this node stood still for {stood:.0f} s; its ranks are ended")
+            self._end_ranks(FAILED, f"the node stood still for {stood:.0f} s")
+        try:
+            if self._membership.replaced():
+                raise NodeError(
+                    f"another supervisor took the name {self.name}. Give each node a --node of its own."
+                )
+            seen = self._membership.look()
+            if seen.end is not None:
+                return self._over(*seen.end)
+            return self._act(seen)
+        except OSError as error:  # a file server's may pass; the lease shows if it does not
+            self._tell(f"the folder {self._membership.folder} can't be used: {error}")
+            return None
+
+    def _act(self, seen: Seen) -> int | None:
+        if self._asked and not self._membership.member.leaving:
+            self._membership.tell(leaving=True)
+            return None
+        for member in seen.alive.values():
+            self._known.setdefault(member.token, time.monotonic())
+        now = seen.round
+        if now is not None and now.number > self._round and self._mine(now):
+            self._take_part(now, seen)
+            return None
+        if now is not None and now.number == self._round:
+            self._follow(now, seen)
+        self._check_fit(seen)
+        if leads(self.name, seen):
+            self._lead(seen)
+        elif self._membership.member.leaving and (now is None or self.name not in now.names):
+            return self.config.faults.requeue_code
+        return None
+
+    def _mine(self, now: Round) -> bool:
+        member = self._membership.member
+        return (member.name, member.token) in now.members
+
+    def _take_part(self, now: Round, seen: Seen) -> None:
+        """Starts this node's ranks in the round."""
+        self._ranks.end()
+        self._round, self._passed_on, self._finished_at = now.number, False, 0.0
+        self._membership.tell(round=now.number, state=RUNNING, reason="")
+        config = changed(self.config, now.changes)
+        layout = " ".join(f"{name}={value}" for name, value in now.changes.items())
+        self._tell(
+            f"round {now.number}: {len(now.members)} node(s) ({', '.join(now.names)}), "
+            f"{now.processes * len(now.members)} ranks, {layout or 'the layout of the config'}: {now.reason}"
+        )
+        environment = {
+            "MASTER_ADDR": now.address,
+            "MASTER_PORT": str(now.port),
+            "WORLD_SIZE": str(now.processes * len(now.members)),
+        }
+        first = now.processes * now.names.index(self.name)
+        self._ranks.start(environment, first, self._work, config, self.lease)
+
+    def _follow(self, now: Round, seen: Seen) -> None:
+        """Watches this node's ranks in the round."""
+        together = [seen.alive[name] for name in now.names if name in seen.alive]
+        unreachable = self._signs.watch(together, self.name)
+        if unreachable != self._membership.member.unreachable:
+            self._membership.tell(unreachable=unreachable)
+        if not self._ranks.running:
+            return
+        if seen.stop and not self._passed_on:
+            self._passed_on = True
+            self._tell(f"round {now.number} saves and stops: {seen.stop}")
+            self._ranks.ask_to_stop()
+        outcome = self._ranks.outcome()
+        if outcome is None:
+            if trouble := problem(seen):
+                self._tell(f"round {now.number} ends: {trouble}")
+                self._end_ranks(ENDED, trouble)
+            return
+        if outcome.refusal is not None:
+            self._membership.finish(outcome.refusal.exit_code, f"{self.name}: {outcome.reason}")
+            raise outcome.refusal
+        if outcome.code is None:
+            self._keep(now, outcome)
+            self._tell(f"{outcome.reason}; the other ranks of this node were ended")
+            self._membership.tell(state=FAILED, reason=outcome.reason, store_port=self._port())
+        elif outcome.code == self.config.faults.requeue_code:
+            self._membership.tell(state=STOPPED, reason="", store_port=self._port())
+        elif outcome.code:
+            self._membership.tell(
+                state=FAILED, reason=f"a rank returned {outcome.code}", store_port=self._port()
+            )
+        else:
+            self._membership.tell(state=FINISHED, reason="")
+
+    def _keep(self, now: Round, outcome: Outcome) -> None:
+        """Writes the tracebacks of a round's dead ranks to files beside it."""
+        folder = self._membership.folder / TRACES
+        folder.mkdir(exist_ok=True)
+        for rank, text in outcome.traces.items():
+            (folder / f"{now.number:06d}-rank-{rank}.txt").write_text(text)
+
+    def _end_ranks(self, state: str, reason: str) -> None:
+        self._ranks.end()
+        self._membership.tell(state=state, reason=reason, store_port=self._port())
+
+    def _port(self) -> int:
+        return free_port(self._membership.member.address)
+
+    def _check_fit(self, seen: Seen) -> None:
+        """Raises ConfigError if this node can't train with the others, which were there before."""
+        own = self._membership.member
+        if seen.round is None:
+            others = [each for each in seen.alive.values() if each.name < own.name]
+            config = others[0].config if others else own.config
+            processes = others[0].processes if others else own.processes
+        elif decisions.lost(seen.round, seen) != list(seen.round.names):
+            config, processes = seen.round.config, seen.round.processes
+        else:
+            return
+        if processes != own.processes:
+            raise ConfigError(
+                f"--processes {own.processes} here, {processes} on the other nodes. All nodes must have the same number."
+            )
+        if config != own.config:
+            raise ConfigError(
+                "The config of this node differs from that of the other nodes. Start all of them with the same file and options."
+            )
+
+    def _lead(self, seen: Seen) -> None:
+        """Does what the nodes as a whole do next."""
+        now = time.monotonic()
+        newest = max((self._known[member.token] for member in seen.alive.values()), default=now)
+        settled = now - newest >= SETTLE_SECONDS
+        found = decide(
+            seen,
+            self.limits,
+            settled=settled,
+            requeue_code=self.config.faults.requeue_code,
+            usable=self._layouts.known,
+        )
+        if isinstance(found, Wait):
+            if found.reason:
+                self._tell(f"waiting: {found.reason}", again=False)
+            else:
+                self._layouts.prepare()
+        elif isinstance(found, Stop):
+            assert seen.round is not None
+            self._membership.ask_to_stop(seen.round.number, found.reason)
+        elif isinstance(found, Finish):
+            self._finish(found)
+        else:
+            self._begin(found, seen)
+
+    def _finish(self, found: Finish) -> None:
+        if self._ranks.running and found.code == 0:
+            self._finished_at = self._finished_at or time.monotonic()
+            if time.monotonic() - self._finished_at < FINISH_SECONDS:
+                return
+        self._membership.finish(found.code, found.message)
+
+    def _begin(self, found: Begin, seen: Seen) -> None:
+        """Creates the next round, with as many of the candidates as there is a layout for."""
+        try:
+            size, changes = self._layouts.best(len(found.candidates))
+        except ConfigError as error:
+            self._membership.finish(error.exit_code, f"{self.name}: {error}")
+            raise
+        chosen = [seen.alive[name] for name in found.candidates[:size]]
+        before = seen.round
+        latest = self._latest()
+        failures = 0
+        if found.failed and before is not None and before.checkpoint == latest:
+            failures = before.failures + 1
+        self._membership.begin(
+            Round(
+                1 if before is None else before.number + 1,
+                tuple((member.name, member.token) for member in chosen),
+                self._membership.member.processes,
+                self._membership.member.config,
+                changes,
+                chosen[0].address,
+                chosen[0].store_port,
+                found.reason,
+                failures,
+                latest,
+            )
+        )
+
+    def _latest(self) -> str:
+        """Returns the name of the run's latest checkpoint; empty if there is none."""
+        folder = self.config.checkpoint.folder or f"{self.config.trainer.output}/checkpoints"
+        with suppress(OSError):
+            return (Path(folder) / "latest").read_text().strip()
+        return ""
+
+    def _over(self, code: int, message: str) -> int:
+        """Waits for ranks that end by themselves, ends the others, and returns the exit code."""
+        end = time.monotonic() + (FINISH_SECONDS if code == 0 else 0.0)
+        while self._ranks.running and time.monotonic() < end and self._ranks.outcome() is None:
+            time.sleep(0.1)
+        if code:
+            self._tell(f"the run ends with {code}: {message}")
+        return code
+
+    def _beat(self, over: threading.Event) -> None:
+        """Renews the lease while the loop turns, and notes for how long it could not."""
+        last = time.monotonic()
+        while not over.wait(self.lease / 5):
+            last, before = time.monotonic(), last
+            if last - before > self.lease:  # the process was stopped, or its machine
+                self._stood = last - before
+            # a loop that starts ranks may take a while; one that hangs must not look alive
+            if time.monotonic() - self._turned < 6 * self.lease:
+                with suppress(OSError):
+                    self._membership.touch()
+
+    @contextmanager
+    def _signals(self) -> Iterator[None]:
+        """Makes SIGTERM and SIGUSR1 ask this node to leave within a `with` block."""
+
+        def leave(number: int, frame: Any) -> None:
+            self._asked = True
+
+        before = {
+            number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGUSR1)
+        }
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _tell(self, text: str, *, again: bool = True) -> None:
+        """Prints a line; with `again=False`, the same line at most once a minute."""
+        now = time.monotonic()
+        if not again and text == self._said and now - self._said_at < SILENT_SECONDS:
+            return
+        self._said, self._said_at = text, now
+        sys.stdout.write(f"[{self.name}] {text}\n")
+        sys.stdout.flush()
+
+
+class Layouts:
+    """Layouts are the layouts of the run for every number of nodes."""
+
+    def __init__(self, config: RunConfig, limits: Limits, processes: int, file: Path):
+        """`file`: where a process of its own writes what it has found."""
+        self._config, self._limits, self._processes = config, limits, processes
+        self._file = file
+        self._file.unlink(missing_ok=True)
+        self._found: dict[int, dict[str, Any] | str] = {}
+        self._started: set[int] = set()
+        self._worker: Any = None
+
+    def best(self, nodes: int) -> tuple[int, Mapping[str, Any]]:
+        """Returns the largest number of nodes, at most `nodes`, that has a layout, and its changes
+        of options. Computes it if nobody did, which takes seconds.
+
+        Raises ConfigError if no number from the fewest nodes on has one.
+        """
+        for size in range(nodes, self._limits.least - 1, -1):
+            found = self._of(size)
+            if not isinstance(found, str):
+                return size, found
+            log.warning("no layout for %d node(s): %s", size, found)
+        raise ConfigError(
+            f"There is no layout for {self._limits.least} to {nodes} node(s) of {self._processes} ranks: {self._of(nodes)}"
+        )
+
+    def known(self, nodes: int) -> int:
+        """Returns the largest number of nodes, at most `nodes`, that is known to have a layout; 0 if
+        none is known yet.
+        """
+        self._found |= read_layouts(self._file)
+        sizes = [size for size, found in self._found.items() if not isinstance(found, str)]
+        return max((size for size in sizes if size <= nodes), default=0)
+
+    def prepare(self) -> None:
+        """Computes in the background the layouts that are not known yet."""
+        self._found |= read_layouts(self._file)
+        wanted = range(self._limits.most, self._limits.least - 1, -1)
+        missing = [size for size in wanted if size not in self._found]
+        if missing and not self._working():
+            self._start(missing)
+
+    def close(self) -> None:
+        if self._worker is not None:
+            self._worker.kill()
+            self._worker.join()
+            self._worker = None
+        self._file.unlink(missing_ok=True)
+
+    def _of(self, size: int) -> dict[str, Any] | str:
+        while True:
+            working = self._working()
+            self._found |= read_layouts(self._file)
+            if size in self._found:
+                return self._found[size]
+            if not working:
+                if size in self._started:
+                    self._found[size] = "the planner ended without a result"
+                else:
+                    self._start([size])
+            time.sleep(0.05)
+
+    def _working(self) -> bool:
+        return self._worker is not None and self._worker.is_alive()
+
+    def _start(self, sizes: Sequence[int]) -> None:
+        self._started.update(sizes)
+        context: Any = multiprocessing.get_context(device.current().start_method)
+        given = (self._config, list(sizes), self._processes, self._file)
+        with main_of_ranks():
+            self._worker = context.Process(target=choose_layouts, args=given)
+            self._worker.start()
+
+
+def digest(config: RunConfig) -> str:
+    """Returns a digest of all options, which must be the same on all nodes."""
+    return hashlib.sha256(
+        json.dumps(asdict(config), sort_keys=True, default=str).encode()
+    ).hexdigest()
+
+
+def own_address() -> str:
+    """Returns the address that this host's name stands for, 127.0.0.1 if it stands for none."""
+    with suppress(OSError):
+        return socket.gethostbyname(socket.gethostname())
+    return "127.0.0.1"
+
+
+def free_port(address: str) -> int:
+    """Returns a TCP port of this host that is free at `address`."""
+    with socket.create_server((address, 0)) as listener:
+        port: int = listener.getsockname()[1]
+        return port
