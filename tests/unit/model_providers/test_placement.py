@@ -120,6 +120,8 @@ def small(folder: Path, variant: str, **changes: Any) -> FakeRanks:
     size = {name: value for name, value in SMALL.items() if name in SHAPE or name in own}
     if "short_factor" in own.get("rope_parameters", {}):  # which fits one size of heads
         del size["hidden_size"]
+    if kinds := own.get("layer_types"):
+        size["layer_types"] = [kinds[layer % len(kinds)] for layer in range(layers)]
     return FakeRanks(save_tiny(folder, variant, **(size | window | changes)))
 
 
