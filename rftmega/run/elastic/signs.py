@@ -8,6 +8,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 from rftmega.run.elastic.membership import Member
 
@@ -57,6 +58,8 @@ class Signs:
 
     def close(self) -> None:
         self._over.set()
+        with suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # ends the thread's wait
         self._listener.close()
 
     def _answer(self) -> None:

@@ -20,6 +20,7 @@ from tests.tiny_models import save_tiny
 
 SRUN = """#!/bin/bash
 echo "srun $*" >> calls
+for word; do case $word in --nodelist=*) export SLURMD_NODENAME=${word#--nodelist=} ;; esac; done
 if [[ "$*" == *" serve "* ]]; then
     while [[ $1 == --* ]]; do shift; done
     for node in 0 1; do SLURM_NODEID=$node "$@"; done
@@ -77,9 +78,9 @@ trainer: {output: out}
     return tmp_path
 
 
-def write(*more: str, code: int = 0) -> str:
+def write(*more: str, code: int = 0, nodes: tuple[str, ...] = ("--nodes", "2")) -> str:
     """The file's text."""
-    given = ["slurm", "run.yaml", "--nodes", "2", *more]
+    given = ["slurm", "run.yaml", *nodes, *more]
     assert (
         launch.main(given if "--gpus-per-node" in more else [*given, "--processes-per-node", "2"])
         == code
@@ -286,6 +287,93 @@ def test_a_fault_that_comes_again_after_the_same_checkpoint_ends_it_and_being_st
     latest.write_text("step_10\n")
     assert [run(137).returncode, run(1).returncode] == [0, 1]
     assert run(137, job=8).returncode == 0  # another job counts for itself
+
+
+ELASTIC = ("--elastic", "1:2", "checkpoint.every=1")
+END = """#!/bin/bash
+mkdir -p out/elastic; echo '{"code": CODE, "message": "why"}' > out/elastic/end.json
+"""
+
+
+def test_of_an_elastic_run_each_node_has_a_supervisor_that_knows_its_name_and_address(
+    folder: Path,
+) -> None:
+    text = write("--python", str(folder / "bin/rank"), "--cpus-per-process", "3", nodes=ELASTIC)
+    assert asked(text)[1:4] == ["--nodes=2", "--no-kill", "--ntasks-per-node=1"]
+    assert "--cpus-per-task=6" in asked(text)
+    subprocess.run(["bash", "-n", "out/slurm/run.sbatch"], check=True)
+    assert "{{" not in text and "WORLD_SIZE" not in text
+    done = run()
+    assert done.returncode == 0, done
+    told = {
+        tuple(json.loads(line)["arguments"][-8:])
+        for line in done.stdout.splitlines()
+        if line.startswith("{")
+    }
+    assert told == {
+        ("--elastic", "1:2", "--processes", "2", "--node", f"n{n}", "--address", f"10.0.0.{n}")
+        for n in (1, 2)
+    }
+    assert sorted(path.name for path in Path("out/slurm").iterdir()) == ["run.sbatch"]
+
+
+@pytest.mark.parametrize(
+    ("code", "ends_with", "said"),
+    [
+        (0, 0, "finished"),
+        (75, 0, "starts again: saved"),
+        (1, 0, "starts again: failed with 1"),
+        (76, 76, "diverged"),
+    ],
+)
+def test_an_elastic_run_ends_as_its_supervisors_agreed_whatever_became_of_a_node(
+    code: int, ends_with: int, said: str, folder: Path
+) -> None:
+    program = folder / "bin/rank"
+    program.write_text(END.replace("CODE", str(code)))
+    write("--python", str(program), nodes=ELASTIC)
+    done = run(137)
+    assert done.returncode == ends_with and said in done.stdout, done
+    assert Path("calls").read_text().count("--nodelist=n1") == 1
+
+
+def test_a_supervisor_that_fails_is_started_again_and_one_that_refuses_is_not(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The end of an earlier start says nothing of this one."""
+    monkeypatch.setattr(launch, "STARTS", 3)
+    monkeypatch.setattr(launch, "PAUSE", 0)
+    end = Path("out/elastic/end.json")
+    end.parent.mkdir(parents=True)
+    end.write_text('{"code": 0, "message": "finished"}')
+    os.utime(end, (1, 1))
+    write("--python", "true", nodes=ELASTIC)
+    done = run(137)
+    calls = Path("calls").read_text()
+    assert calls.count("--nodelist=n1") == calls.count("--nodelist=n2") == 3
+    assert "the supervisor of n1 ended with 137 and is started again" in done.stdout
+    assert "starts again: failed with 137" in done.stdout and done.returncode == 0
+    Path("calls").unlink()
+    assert run(2).returncode == 2
+    assert Path("calls").read_text().count("--nodelist") == 2
+
+
+@pytest.mark.parametrize(
+    ("nodes", "complaint"),
+    [
+        ((), "Give either --nodes N, or --elastic MIN:MAX"),
+        (("--nodes", "2", "--elastic", "1:2"), "Give either --nodes N, or --elastic MIN:MAX"),
+        (("--elastic", "3:2"), "as 2:4"),
+        (("--elastic", "1:2"), "--elastic needs checkpoint.every"),
+        ((*ELASTIC, *SERVERS), "start servers in a job of their own"),
+    ],
+)
+def test_an_elastic_job_that_cannot_be_is_refused(
+    nodes: tuple[str, ...], complaint: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(nodes=nodes, code=2)
+    assert complaint in capsys.readouterr().err
+    assert not Path("out").exists()
 
 
 @pytest.mark.parametrize(

@@ -102,6 +102,25 @@ def test_another_process_with_the_number_of_a_dead_one_does_not_hold_its_lock(
         pass
 
 
+def test_who_is_patient_takes_over_from_a_process_here_that_was_stopped(tmp_path: Path) -> None:
+    """A node of an elastic run whose processes stand still has not ended."""
+    with another_process(tmp_path) as process:
+        process.send_signal(signal.SIGSTOP)
+        with pytest.raises(LockedError, match="in use"):
+            FolderLock(tmp_path, "run", stale=0.5).acquire()
+        patient = FolderLock(tmp_path, "run", stale=0.5, patient=True)
+        patient.acquire()
+        patient.release()
+
+
+def test_who_is_patient_is_refused_by_a_process_here_that_is_alive(tmp_path: Path) -> None:
+    holder = FolderLock(tmp_path, "run", beat=0.05)
+    holder.acquire()
+    with pytest.raises(LockedError, match="in use"):
+        FolderLock(tmp_path, "run", stale=5.0, patient=True).acquire()
+    holder.release()
+
+
 def test_within_a_process_the_lock_is_held_once(tmp_path: Path) -> None:
     with locked(tmp_path, "run"), pytest.raises(LockedError), locked(tmp_path, "conversion"):
         pass
