@@ -756,6 +756,11 @@ class FaultsConfig:
     that the run can be started again; 0: no watchdog.
     """
 
+    check_replicas_every: NotNegativeInt = 0
+    """Steps between comparisons of the weights that data-parallel processes hold copies of, to find
+    faulty memory or devices; 0: none. If copies differ, the run ends with code 1 before it saves.
+    """
+
     max_skipped_steps: Count = 3
     """Number of consecutive steps without an optimizer step, because no gradient was finite, after
     which the run ends as diverged.

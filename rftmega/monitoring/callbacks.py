@@ -14,6 +14,7 @@ from rftmega.monitoring.observers.assemble import Text, observers_of
 from rftmega.monitoring.observers.checkpointing import Checkpointing
 from rftmega.monitoring.observers.evaluate import Evaluation
 from rftmega.monitoring.observers.observer import AtEnd, Observer
+from rftmega.monitoring.observers.replica_check import ReplicaCheck
 from rftmega.monitoring.observers.reward_check import Extracting
 from rftmega.monitoring.observers.run_summary import RunSummary
 from rftmega.monitoring.observers.trajectories import Grading
@@ -60,6 +61,10 @@ def callbacks_of(
     if is_main and config.trainer.export:  # after the export, which makes the folder
         metrics = Path(config.trainer.output) / "metrics.jsonl"
         found.append(AtEnd(lambda: write_model_card(config, metrics)))
+    if config.faults.check_replicas_every:  # before a checkpoint of faulty weights
+        found.append(
+            ReplicaCheck(strategy.checkpoints.models, every=config.faults.check_replicas_every)
+        )
     if config.checkpoint.every:  # after the observers whose output belongs to the checkpoint
         found.append(
             Checkpointing(

@@ -449,6 +449,11 @@ ELSEWHERE = {
     "rollout.max_logprob_gap": ("0.5", "distributed/test_mismatch_gate.py", "max_logprob_gap="),
     "rollout.mean_logprob_gap": ("0.5", "distributed/test_mismatch_gate.py", "mean_logprob_gap="),
     "faults.engine_restarts": ("1", "distributed/test_engine_faults.py", "restarts="),
+    "faults.check_replicas_every": (
+        "-1",
+        "e2e/test_elastic.py",
+        "faults.check_replicas_every=1",
+    ),
     "faults.max_skipped_steps": ("0", "e2e/test_diverged.py", "faults.max_skipped_steps=2"),
     "faults.max_restarts": ("1", "e2e/test_stop.py", "faults.max_restarts=1"),
     "faults.requeue_code": ("77", "e2e/test_stop.py", "faults.requeue_code=77"),
