@@ -62,9 +62,10 @@ gpu-bench:  ## what one CUDA device does, part by part (PARTS="log_probs push"),
 invariance: $(READY)  ## the table of layouts, micro-batches and orders that must agree; writes runs/invariance.json
 	$(BIN)/python -m tests.invariance
 
-chaos: $(READY)  ## kill -9 at random moments; the end must equal that of an uninterrupted run; and servers elsewhere that fail; writes runs/chaos.json and runs/server_chaos.json
+chaos: $(READY)  ## kill -9 at random moments; the end must equal that of an uninterrupted run; servers elsewhere and nodes of elastic runs that fail; writes runs/*chaos.json
 	$(BIN)/python -m tests.chaos
 	$(BIN)/python -m tests.server_chaos
+	$(BIN)/python -m tests.elastic_chaos
 
 mutations: $(READY)  ## plants bugs one at a time, each of which a test must see; writes runs/mutations.json
 	$(BIN)/python -m tests.mutations

@@ -47,9 +47,10 @@ srun {srun} \\
     bash -c "$become" rank \\
     {train}
 code=$?"""
-SUPERVISORS = """# One task is the supervisor of one node, which starts the node's ranks. When a node fails, the others go on, and the
-# node's supervisor is started again in case that it comes back.
+SUPERVISORS = """# One task is the supervisor of one node, which starts the node's ranks. When a node fails, the others
+# go on, and the node's supervisor is started again in case that it comes back.
 export -f address_of
+export RFTMEGA_ELASTIC_BEGAN=$began
 become='exec "$@" --node "$SLURMD_NODENAME" --address "$(address_of "$SLURMD_NODENAME" 2> /dev/null)"'
 ended() {{ [ {end} -nt "$began" ]; }}  # the run's supervisors have agreed on its end
 supervise() {{
@@ -60,10 +61,11 @@ supervise() {{
             {train}
         code=$?
         echo "$code" > "$began.$1"
-        case $code in 0 | 2 | 76 | 77 | {saved}) return ;; esac
+        case $code in 0 | 2 | 76 | 77 | 138 | {saved}) return ;; esac
         ended && return
         echo "the supervisor of $1 ended with $code and is started again"
         sleep {pause}
+        ended && return
     done
 }}
 for node in $(scontrol show hostnames "$SLURM_JOB_NODELIST"); do supervise "$node" & done

@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rftmega.core.errors import ConfigError, NodeFault
+from rftmega.core.errors import ConfigError, NodeError, NodeFault
 from rftmega.run.elastic import node_ranks
 from rftmega.run.elastic.node_ranks import NodeRanks, Outcome
 from rftmega.runtime.parallel import preemption
@@ -24,6 +24,8 @@ def works(folder: Path, kind: str) -> int:
         raise ConfigError("reward.functions: there is no such file")
     if kind == "fault" and rank == 3:
         raise NodeFault("the port is taken")
+    if kind == "host" and rank == 3:
+        raise NodeError("its clock is late")
     if kind == "bug" and rank == 3:
         raise ValueError("a bug of rank 3")
     if kind == "killed" and rank == 3:
@@ -86,6 +88,7 @@ def test_ranks_are_asked_to_stop_and_return_by_themselves(ranks: NodeRanks, tmp_
         ("bug", "rank 3 died: ValueError: a bug of rank 3", "raise ValueError"),
         ("fault", "rank 3 died: the port is taken", "the port is taken"),
         ("exits", "exited with 0", ""),
+        ("host", "its clock is late", ""),
     ],
 )
 def test_of_a_rank_that_died_the_reason_is_told_and_the_others_are_ended(

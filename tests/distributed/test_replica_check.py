@@ -106,4 +106,3 @@ def test_replicas_of_fsdp2_are_compared_and_shards_have_none(
     folder = save_tiny(tmp_path, "qwen3")
     (found, *_) = run_ranks(4, sharded_body, folder, replicas)
     assert (said in found) if said else not found
-

@@ -5,7 +5,7 @@ first round), acts on what concerns all of them. If two nodes take themselves fo
 one of them sees more than the other, the first to create the round's file wins.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
@@ -108,12 +108,16 @@ def decide(
     settled: bool,
     requeue_code: int,
     usable: Callable[[int], int] = lambda nodes: nodes,
+    tried: Collection[str] | None = None,
+    progressed: bool = False,
 ) -> Decision:
     """Returns what the leader does next.
 
     `settled`: no node has come within the last seconds, so that a start need not wait for more;
     `requeue_code`: exit code of a run that was stopped and can be started again; `usable`: returns
-    how many of a number of nodes a layout is known for.
+    how many of a number of nodes a layout is known for; `tried`: nodes that have been there for long
+    enough to know whether others reach them (None: all); `progressed`: the round has a new
+    checkpoint.
     """
     order = _order(seen)
     staying = [name for name in order if not seen.alive[name].leaving]
@@ -126,7 +130,8 @@ def decide(
     trouble = problem(seen)
     stopped = bool(here) and all(_state(member, now) == STOPPED for member in here)
     if not trouble and not stopped:
-        return _of_running(seen, now, staying, limits, usable)
+        known = [name for name in staying if tried is None or name in tried]
+        return _of_running(seen, now, known, limits, usable)
     if any(_state(member, now) == RUNNING for member in here):
         return Wait(f"the ranks of round {now.number} end: {trouble or seen.stop}")
     candidates = reaching(staying, seen.alive)
@@ -138,12 +143,24 @@ def decide(
         return Wait(f"{len(candidates)} nodes are there, more may come")
     # ranks also die of the loss of another node, which is no fault of the run
     failed = not lost(now, seen) and any(_state(member, now) == FAILED for member in here)
-    if failed and now.failures + 1 >= limits.failures:
+    if failed and not progressed and now.failures + 1 >= limits.failures:
         return Finish(
             1, f"gave up after {limits.failures} failures without a new checkpoint: {trouble}"
         )
     why = trouble or seen.stop or "the last round stopped"
     return Begin(tuple(candidates[: limits.most]), why, failed=failed)
+
+
+def may_leave(name: str, seen: Seen) -> bool:
+    """Returns whether a node that was asked to leave, and whose ranks have ended, can go now: the
+    others don't need it, and none of them still saves with it.
+    """
+    if all(member.leaving for member in seen.alive.values()):
+        return False  # the leader ends the run
+    if seen.round is None or name not in seen.round.names:
+        return True
+    here = _members(seen.round, seen)
+    return all(_state(member, seen.round) != RUNNING for member in here)
 
 
 def reaching(names: Sequence[str], alive: Mapping[str, Member]) -> list[str]:

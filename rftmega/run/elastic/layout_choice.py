@@ -34,6 +34,8 @@ def choose_layouts(config: RunConfig, sizes: Iterable[int], processes: int, file
             found[str(size)] = layout_of(config, size * processes, processes)
         except RFTMegaError as error:
             found[str(size)] = str(error)
+        except Exception as error:  # a fault of the planner concerns this number alone
+            found[str(size)] = f"the planner failed: {error!r}"
         draft = file.with_name(f"{file.name}.{os.getpid()}")
         draft.write_text(json.dumps(found))
         os.replace(draft, file)

@@ -54,6 +54,7 @@ class Member:
     reason: str = ""
     leaving: bool = False
     unreachable: tuple[str, ...] = ()
+    joined: float = 0.0  # when, by the file server's clock
 
     @classmethod
     def from_json(cls, said: Mapping[str, Any]) -> "Member":
@@ -111,28 +112,35 @@ class Seen:
 class Membership:
     """Membership is one node's access to the folder.
 
-    All methods raise OSError if the folder can't be used at the moment.
+    All methods raise OSError if the folder can't be used at the moment. What `tell` could not write
+    is written by the next `look`.
     """
 
-    def __init__(self, folder: Path, member: Member, *, lease: float):
+    def __init__(self, folder: Path, member: Member, *, lease: float, began: Path | None = None):
         """Creates the folder if it does not exist. `lease`: seconds without a sign after which a
-        node counts as failed.
+        node counts as failed. `began`: a file that was written when the nodes were started; an end
+        of the run before that is one of an earlier start. None: when this node joins.
         """
         self.folder, self.member, self.lease = folder, member, lease
         for part in (MEMBERS, ROUNDS):
             (folder / part).mkdir(parents=True, exist_ok=True)
         self._file = folder / MEMBERS / f"{member.name}.json"
-        self._joined = 0.0  # the file server's time
+        self._began, self._since = began, 0.0
+        self._untold = False
 
     def join(self) -> None:
         """Adds this node to the members."""
         self.tell()
-        self._joined = self._file.stat().st_mtime
+        joined = self._file.stat().st_mtime
+        self._since = joined if self._began is None else self._began.stat().st_mtime
+        self.tell(joined=joined)
 
     def tell(self, **changes: Any) -> None:
         """Writes what has changed about this node; its lease begins anew."""
         self.member = replace(self.member, **changes)
+        self._untold = True
         _write(self._file, asdict(self.member))
+        self._untold = False
 
     def touch(self) -> None:
         """Renews this node's lease."""
@@ -156,6 +164,8 @@ class Membership:
 
     def look(self) -> Seen:
         """Returns what the folder says now."""
+        if self._untold:
+            self.tell()
         self.touch()
         now = self._file.stat().st_mtime
         alive: dict[str, Member] = {}
@@ -166,7 +176,7 @@ class Membership:
                 with path.open() as opened:
                     said, touched = opened.read(), os.fstat(opened.fileno()).st_mtime
                 member = Member.from_json(json.loads(said))
-            except (FileNotFoundError, ValueError, KeyError, TypeError):
+            except (OSError, ValueError, KeyError, TypeError):  # replaced or removed meanwhile
                 continue
             if now - touched > self.lease:
                 silent[member.name] = now - touched
@@ -195,6 +205,8 @@ class Membership:
         except FileExistsError:
             # over NFS the reply to a successful link can get lost
             return draft.stat().st_nlink == 2
+        except OSError:  # no hard links on this file system
+            return _created(path, draft.read_text())
         finally:
             draft.unlink(missing_ok=True)
         return True
@@ -207,17 +219,18 @@ class Membership:
         """Ends the run for all nodes, with this exit code and message, and removes the leases of
         nodes that have failed.
         """
-        for name in self.look().silent:
-            (self.folder / MEMBERS / f"{name}.json").unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            for name in self.look().silent:
+                (self.folder / MEMBERS / f"{name}.json").unlink(missing_ok=True)
         _write(self.folder / END, {"code": code, "message": message})
 
     def _end(self) -> tuple[int, str] | None:
-        """Returns exit code and message of the end of the run; None if it goes on. An end before
-        this node joined is that of an earlier start.
-        """
+        """Returns exit code and message of the end of the run; None if it goes on."""
+        # makes a client of NFS look for files that were not there before
+        os.listdir(self.folder)
         end = _read(self.folder / END)
         with contextlib.suppress(KeyError, TypeError, ValueError, FileNotFoundError):
-            if end is not None and (self.folder / END).stat().st_mtime >= self._joined:
+            if end is not None and (self.folder / END).stat().st_mtime >= self._since:
                 return int(end["code"]), str(end["message"])
         return None
 
@@ -238,6 +251,15 @@ def _write(path: Path, content: Mapping[str, Any]) -> None:
         os.replace(draft, path)
     finally:
         draft.unlink(missing_ok=True)
+
+
+def _created(path: Path, text: str) -> bool:
+    try:
+        with path.open("x") as opened:
+            opened.write(text)
+    except FileExistsError:
+        return False
+    return True
 
 
 def _read(path: Path) -> dict[str, Any] | None:

@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-from rftmega.core.errors import RFTMegaError
+from rftmega.core.errors import FINAL_CODES, NodeError, RFTMegaError
 from rftmega.run import local_launcher
 from rftmega.run.local_launcher import COMPLAINTS, STOP, TRACES
 from rftmega.runtime import device
@@ -53,7 +53,7 @@ class NodeRanks:
         method = device.current().start_method
         if method == "forkserver":
             local_launcher.start_server(preload)
-        self._context: Any = multiprocessing.get_context(method)
+        self._context = cast(Any, multiprocessing.get_context(method))
         if method == "forkserver":
             with local_launcher.main_of_ranks():
                 first = self._context.Process(target=os.getpid)
@@ -106,7 +106,9 @@ class NodeRanks:
         if said:
             error = local_launcher.complaint_of(said[0])
             self.end()
-            return Outcome(None, str(error), refusal=error)
+            # hosts may be replaced; all other errors of these codes would only occur again
+            final = error.exit_code in FINAL_CODES and not isinstance(error, NodeError)
+            return Outcome(None, str(error), refusal=error if final else None)
         returned = self._folder / RETURNED
         died = [
             (rank, code)

@@ -7,13 +7,13 @@ node that is cut off would be taken into every new round.
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 
 from rftmega.run.elastic.membership import Member
 
 NEIGHBOURS = 4  # nodes that each node connects to
-PATIENCE = 2.0  # seconds of one attempt
+PATIENCE = 2.0  # most seconds of one attempt
 LENGTH = 64  # bytes read of a reply
 
 
@@ -76,15 +76,15 @@ class Signs:
     def _connect(self) -> None:
         while not self._over.wait(min(1.0, self._lease / 5)):
             for member in list(self._neighbours):
-                if reached(member):
+                if reached(member, seconds=min(PATIENCE, self._lease / 10)):
                     self._reached[_key(member)] = time.monotonic()
 
 
-def reached(member: Member, *, connect: Callable[..., socket.socket] | None = None) -> bool:
-    """Returns whether the node's supervisor answers at its address."""
+def reached(member: Member, *, seconds: float = PATIENCE) -> bool:
+    """Returns whether the node's supervisor answers at its address within `seconds`."""
     try:
-        with (connect or socket.create_connection)(
-            (member.address, member.sign_port), timeout=PATIENCE
+        with socket.create_connection(
+            (member.address, member.sign_port), timeout=seconds
         ) as connection:
             return connection.recv(LENGTH).decode(errors="replace") == member.token
     except OSError:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rftmega import config as configuration
 from rftmega.config import RunConfig
-from rftmega.core.errors import ConfigError
+from rftmega.core.errors import ConfigError, LockedError, NodeFault
 from rftmega.run import api
 from rftmega.run.elastic.decision import Limits
 from rftmega.run.hub import fetched
@@ -15,6 +15,7 @@ from rftmega.run.hub_upload import claim, upload
 from rftmega.run.train import task_of
 
 SHORTEST = 2.0  # seconds of a lease
+BEGAN = "RFTMEGA_ELASTIC_BEGAN"  # a file that was written when all nodes were started
 
 
 def elastic(
@@ -39,6 +40,8 @@ def elastic(
     if found := refusals(config, processes):
         raise ConfigError.listing("This can't be an elastic run", found)
     assert processes is not None
+    claim(config)
+    began = os.environ.get(BEGAN)
     from rftmega.run import preflight
     from rftmega.run.elastic.supervisor import Supervisor
 
@@ -52,6 +55,7 @@ def elastic(
         name=name,
         address=address,
         lease=lease,
+        began=Path(began) if began else None,
     )
     return supervisor.run()
 
@@ -100,11 +104,11 @@ def elastic_rank(config: RunConfig, lease: float) -> int:
     for a lock that a failed node has left.
     """
     api.prepare()
-    main = os.environ["RANK"] == "0"
-    if main:
-        claim(config)
-    with api.folders_locked(config, lease=lease):
-        code = task_of(config)(config)
-    if main and code == 0:
+    try:
+        with api.folders_locked(config, lease=lease):
+            code = task_of(config)(config)
+    except LockedError as error:  # by ranks of a node that could not be told that it is out
+        raise NodeFault(str(error)) from error
+    if os.environ["RANK"] == "0" and code == 0:
         upload(config)
     return code

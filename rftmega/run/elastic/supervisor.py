@@ -16,9 +16,19 @@ from pathlib import Path
 from typing import Any
 
 from rftmega.config import RunConfig
-from rftmega.core.errors import ConfigError, NodeError
+from rftmega.core.errors import ConfigError, NodeError, RFTMegaError
 from rftmega.run.elastic import decision as decisions
-from rftmega.run.elastic.decision import Begin, Finish, Limits, Stop, Wait, decide, leads, problem
+from rftmega.run.elastic.decision import (
+    Begin,
+    Finish,
+    Limits,
+    Stop,
+    Wait,
+    decide,
+    leads,
+    may_leave,
+    problem,
+)
 from rftmega.run.elastic.layout_choice import choose_layouts, read_layouts
 from rftmega.run.elastic.membership import (
     ENDED,
@@ -37,11 +47,14 @@ from rftmega.run.elastic.signs import Signs
 from rftmega.run.local_launcher import main_of_ranks
 from rftmega.run.planning.fit import changed
 from rftmega.runtime import device
+from rftmega.runtime.parallel.nodes import versions
 
 FOLDER = "elastic"  # in trainer.output
 TRACES = "traces"  # in that
 SETTLE_SECONDS = 5.0  # without a new node, before the first round begins with fewer than the most
+TRIED = 1.2  # leases after which it is known whether a node that came reaches the others
 FINISH_SECONDS = 60.0  # in which ranks end by themselves after the run's first rank has finished
+ELSEWHERE = "192.0.2.1"  # of no host (RFC 5737)
 NODES_PER_SECOND = 32.0  # nodes whose leases one node reads a second
 SILENT_SECONDS = 60.0  # between two lines of a supervisor that waits
 log = logging.getLogger(__name__)
@@ -61,12 +74,13 @@ class Supervisor:
         name: str = "",
         address: str = "",
         lease: float,
+        began: Path | None = None,
     ):
         """Starts what needs no other node. `processes`: ranks of this node; `work`: what each of
         them calls, with the config of its layout and the lease; `preload`: modules that it imports.
         `name`: the node's, by default the host's; `address`: of this host, at which others reach
         it, by default that of its name; `lease`: seconds without a sign of life after which a node
-        has failed.
+        has failed; `began`: see Membership.
 
         Raises NodeError if `address` is not this host's.
         """
@@ -75,7 +89,7 @@ class Supervisor:
         folder = Path(config.trainer.output).resolve() / FOLDER
         folder.mkdir(parents=True, exist_ok=True)
         self._ranks = NodeRanks(processes, preload)
-        address, token = address or own_address(), new_token()
+        address, token = address or own_address(alone=limits.most == 1), new_token()
         try:
             self._signs = Signs(address, token, lease=lease)
         except OSError as error:
@@ -91,7 +105,7 @@ class Supervisor:
             processes,
             digest(config),
         )
-        self._membership = Membership(folder, member, lease=lease)
+        self._membership = Membership(folder, member, lease=lease, began=began)
         self._layouts = Layouts(config, limits, processes, folder / f"layouts-{member.name}.json")
         self._turned = time.monotonic()  # when the loop last began anew
         self._stood = 0.0  # seconds for which this process was stopped
@@ -99,6 +113,10 @@ class Supervisor:
         self._round = 0  # the number of the round that this node takes part in
         self._said, self._said_at = "", 0.0
         self._asked = self._passed_on = False
+        self._reached = time.monotonic()  # when the folder could last be used
+        self._ended: tuple[str, str] | None = None  # state and reason that are still to be told
+        self._end: Finish | None = None  # the run's end that is still to be told
+        self._refusal: RFTMegaError | None = None  # what ended it here
         self._finished_at = 0.0
 
     @property
@@ -113,9 +131,10 @@ class Supervisor:
         not fit the others.
         """
         over = threading.Event()
+        beat = threading.Thread(target=self._beat, args=(over,), name="lease", daemon=True)
         try:
             self._membership.join()
-            threading.Thread(target=self._beat, args=(over,), name="lease", daemon=True).start()
+            beat.start()
             with self._signals():
                 while True:
                     begin = time.monotonic()
@@ -129,6 +148,8 @@ class Supervisor:
             self._ranks.end()
             self._layouts.close()
             self._signs.close()
+            if beat.ident is not None:
+                beat.join()  # else it could renew the lease once more
             self._membership.leave()
 
     def _turn(self) -> int | None:
@@ -144,13 +165,34 @@ class Supervisor:
                 raise NodeError(
                     f"another supervisor took the name {self.name}. Give each node a --node of its own."
                 )
+            self._tell_ends()
             seen = self._membership.look()
+            self._reached = time.monotonic()
             if seen.end is not None:
                 return self._over(*seen.end)
             return self._act(seen)
-        except OSError as error:  # a file server's may pass; the lease shows if it does not
-            self._tell(f"the folder {self._membership.folder} can't be used: {error}")
+        except RFTMegaError:  # some are OSErrors, too
+            raise
+        except OSError as error:  # a file server's may pass
+            self._tell(f"the folder {self._membership.folder} can't be used: {error}", again=False)
+            if time.monotonic() - self._reached > self.lease and self._ranks.running:
+                # the others take this node for lost, and go on without it
+                self._end_ranks(FAILED, f"the shared folder could not be used: {error}")
             return None
+
+    def _tell_ends(self) -> None:
+        """Tells the others how this node's ranks ended, and the end of the run, if that has not
+        succeeded yet.
+        """
+        if self._ended is not None:
+            state, reason = self._ended
+            self._membership.tell(state=state, reason=reason, store_port=self._port())
+            self._ended = None
+        if self._end is not None:
+            self._membership.finish(self._end.code, self._end.message)
+            self._end = None
+        if self._refusal is not None:
+            raise self._refusal
 
     def _act(self, seen: Seen) -> int | None:
         if self._asked and not self._membership.member.leaving:
@@ -158,27 +200,35 @@ class Supervisor:
             return None
         for member in seen.alive.values():
             self._known.setdefault(member.token, time.monotonic())
+        unreachable = self._signs.watch(list(seen.alive.values()), self.name)
+        if unreachable != self._membership.member.unreachable:
+            self._membership.tell(unreachable=unreachable)
         now = seen.round
-        if now is not None and now.number > self._round and self._mine(now):
-            self._take_part(now, seen)
-            return None
+        if now is not None and now.number > self._round:
+            self._ranks.end()  # of an earlier round
+            if self._mine(now):
+                self._take_part(now)
+                return None
         if now is not None and now.number == self._round:
             self._follow(now, seen)
+        if self._ended is not None:
+            return None
         self._check_fit(seen)
+        leaving = self._membership.member.leaving
+        if leaving and not self._ranks.running and may_leave(self.name, seen):
+            return self.config.faults.requeue_code
         if leads(self.name, seen):
             self._lead(seen)
-        elif self._membership.member.leaving and (now is None or self.name not in now.names):
-            return self.config.faults.requeue_code
         return None
 
     def _mine(self, now: Round) -> bool:
         member = self._membership.member
         return (member.name, member.token) in now.members
 
-    def _take_part(self, now: Round, seen: Seen) -> None:
+    def _take_part(self, now: Round) -> None:
         """Starts this node's ranks in the round."""
-        self._ranks.end()
         self._round, self._passed_on, self._finished_at = now.number, False, 0.0
+        self._refuse_others(now.config, now.processes)
         self._membership.tell(round=now.number, state=RUNNING, reason="")
         config = changed(self.config, now.changes)
         layout = " ".join(f"{name}={value}" for name, value in now.changes.items())
@@ -192,14 +242,13 @@ class Supervisor:
             "WORLD_SIZE": str(now.processes * len(now.members)),
         }
         first = now.processes * now.names.index(self.name)
-        self._ranks.start(environment, first, self._work, config, self.lease)
+        try:
+            self._ranks.start(environment, first, self._work, config, self.lease)
+        except OSError as error:
+            self._end_ranks(FAILED, f"its ranks can't be started: {error}")
 
     def _follow(self, now: Round, seen: Seen) -> None:
         """Watches this node's ranks in the round."""
-        together = [seen.alive[name] for name in now.names if name in seen.alive]
-        unreachable = self._signs.watch(together, self.name)
-        if unreachable != self._membership.member.unreachable:
-            self._membership.tell(unreachable=unreachable)
         if not self._ranks.running:
             return
         if seen.stop and not self._passed_on:
@@ -213,53 +262,58 @@ class Supervisor:
                 self._end_ranks(ENDED, trouble)
             return
         if outcome.refusal is not None:
-            self._membership.finish(outcome.refusal.exit_code, f"{self.name}: {outcome.reason}")
-            raise outcome.refusal
-        if outcome.code is None:
+            self._refusal = outcome.refusal
+            self._end = Finish(outcome.refusal.exit_code, f"{self.name}: {outcome.reason}")
+        elif outcome.code is None:
             self._keep(now, outcome)
             self._tell(f"{outcome.reason}; the other ranks of this node were ended")
-            self._membership.tell(state=FAILED, reason=outcome.reason, store_port=self._port())
+            self._ended = FAILED, outcome.reason
         elif outcome.code == self.config.faults.requeue_code:
-            self._membership.tell(state=STOPPED, reason="", store_port=self._port())
+            self._ended = STOPPED, ""
         elif outcome.code:
-            self._membership.tell(
-                state=FAILED, reason=f"a rank returned {outcome.code}", store_port=self._port()
-            )
+            self._ended = FAILED, f"a rank returned {outcome.code}"
         else:
-            self._membership.tell(state=FINISHED, reason="")
+            self._ended = FINISHED, ""
 
     def _keep(self, now: Round, outcome: Outcome) -> None:
         """Writes the tracebacks of a round's dead ranks to files beside it."""
         folder = self._membership.folder / TRACES
-        folder.mkdir(exist_ok=True)
-        for rank, text in outcome.traces.items():
-            (folder / f"{now.number:06d}-rank-{rank}.txt").write_text(text)
+        with suppress(OSError):  # a full disk
+            folder.mkdir(exist_ok=True)
+            for rank, text in outcome.traces.items():
+                (folder / f"{now.number:06d}-rank-{rank}.txt").write_text(text)
 
     def _end_ranks(self, state: str, reason: str) -> None:
+        """Ends this node's ranks; the others are told by `_tell_ends`."""
         self._ranks.end()
-        self._membership.tell(state=state, reason=reason, store_port=self._port())
+        self._ended = state, reason
 
     def _port(self) -> int:
-        return free_port(self._membership.member.address)
+        """Returns a port for the next round's rendezvous, the last one if none can be found."""
+        with suppress(OSError):
+            return free_port(self._membership.member.address)
+        return self._membership.member.store_port
 
     def _check_fit(self, seen: Seen) -> None:
         """Raises ConfigError if this node can't train with the others, which were there before."""
-        own = self._membership.member
-        if seen.round is None:
-            others = [each for each in seen.alive.values() if each.name < own.name]
-            config = others[0].config if others else own.config
-            processes = others[0].processes if others else own.processes
-        elif decisions.lost(seen.round, seen) != list(seen.round.names):
-            config, processes = seen.round.config, seen.round.processes
-        else:
+        now = seen.round
+        if now is not None and decisions.lost(now, seen) != list(now.names):
+            self._refuse_others(now.config, now.processes)
             return
+        first = min(seen.alive.values(), key=lambda member: (member.joined, member.token))
+        if first.joined:
+            self._refuse_others(first.config, first.processes)
+
+    def _refuse_others(self, config: str, processes: int) -> None:
+        own = self._membership.member
         if processes != own.processes:
             raise ConfigError(
                 f"--processes {own.processes} here, {processes} on the other nodes. All nodes must have the same number."
             )
         if config != own.config:
             raise ConfigError(
-                "The config of this node differs from that of the other nodes. Start all of them with the same file and options."
+                "The config, or the version of a package, differs on this node from the others. Start all nodes with the same "
+                "file, options and environment."
             )
 
     def _lead(self, seen: Seen) -> None:
@@ -273,6 +327,12 @@ class Supervisor:
             settled=settled,
             requeue_code=self.config.faults.requeue_code,
             usable=self._layouts.known,
+            tried=[
+                name
+                for name, member in seen.alive.items()
+                if now - self._known[member.token] > TRIED * self.lease
+            ],
+            progressed=seen.round is not None and seen.round.checkpoint != self._latest(),
         )
         if isinstance(found, Wait):
             if found.reason:
@@ -292,15 +352,15 @@ class Supervisor:
             self._finished_at = self._finished_at or time.monotonic()
             if time.monotonic() - self._finished_at < FINISH_SECONDS:
                 return
-        self._membership.finish(found.code, found.message)
+        self._end = found
 
     def _begin(self, found: Begin, seen: Seen) -> None:
         """Creates the next round, with as many of the candidates as there is a layout for."""
         try:
             size, changes = self._layouts.best(len(found.candidates))
         except ConfigError as error:
-            self._membership.finish(error.exit_code, f"{self.name}: {error}")
-            raise
+            self._refusal, self._end = error, Finish(error.exit_code, f"{self.name}: {error}")
+            return
         chosen = [seen.alive[name] for name in found.candidates[:size]]
         before = seen.round
         latest = self._latest()
@@ -452,16 +512,27 @@ class Layouts:
 
 
 def digest(config: RunConfig) -> str:
-    """Returns a digest of all options, which must be the same on all nodes."""
-    return hashlib.sha256(
-        json.dumps(asdict(config), sort_keys=True, default=str).encode()
-    ).hexdigest()
+    """Returns a digest of all options and of the versions of packages, which must be the same on all
+    nodes.
+    """
+    said = json.dumps([asdict(config), versions()], sort_keys=True, default=str)
+    return hashlib.sha256(said.encode()).hexdigest()
 
 
-def own_address() -> str:
-    """Returns the address that this host's name stands for, 127.0.0.1 if it stands for none."""
+def own_address(*, alone: bool = False) -> str:
+    """Returns an address of this host: the one that its name stands for, unless only this host can
+    reach that; then the one from which it would reach other networks. Without one, or for a run that
+    is `alone` on one node: 127.0.0.1.
+    """
+    if alone:
+        return "127.0.0.1"
     with suppress(OSError):
-        return socket.gethostbyname(socket.gethostname())
+        found = socket.gethostbyname(socket.gethostname())
+        if not found.startswith("127."):
+            return found
+    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((ELSEWHERE, 9))  # sends nothing
+        return str(probe.getsockname()[0])
     return "127.0.0.1"
 
 

@@ -41,15 +41,23 @@ class Holder:
     started: int  # of the process, in clock ticks since the boot
     since: str
     token: str
+    stale: float = STALE_SECONDS  # seconds without a touch after which others may take it over
 
     @classmethod
-    def present(cls, what: str) -> "Holder":
+    def present(cls, what: str, stale: float = STALE_SECONDS) -> "Holder":
         """Returns a Holder that describes this process; `what`: the kind of program, such as "run"."""
         started = process_start(os.getpid())
         assert started is not None
         since = time.strftime("%Y-%m-%d %H:%M:%S %Z")
         return cls(
-            what, socket.gethostname(), _machine(), os.getpid(), started, since, uuid.uuid4().hex
+            what,
+            socket.gethostname(),
+            _machine(),
+            os.getpid(),
+            started,
+            since,
+            uuid.uuid4().hex,
+            stale,
         )
 
     @property
@@ -94,7 +102,7 @@ class FolderLock:
         self.beat, self.stale = beat or BEAT_SECONDS, stale or STALE_SECONDS
         self._patient = patient
         self._lost = lost or _end
-        self.holder = Holder.present(what)
+        self.holder = Holder.present(what, self.stale)
         self._own = self.folder / f"{FILE}.{self.holder.token}"  # a file of this process
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
@@ -151,7 +159,11 @@ class FolderLock:
             holder, touched = found
             age = self._server_time() - touched
             here = holder is not None and holder.here and not self._patient
-            if (holder is not None and holder.dead) or (age > self.stale and not here):
+            # one that touches it less often is given the time that it asks for
+            stale = (
+                self.stale if holder is None or not self._patient else max(self.stale, holder.stale)
+            )
+            if (holder is not None and holder.dead) or (age > stale and not here):
                 if self._took_over(holder, age):
                     return
                 continue

@@ -13,6 +13,7 @@ from rftmega.run.elastic.decision import (
     Wait,
     decide,
     leads,
+    may_leave,
     problem,
     reaching,
 )
@@ -109,6 +110,8 @@ def test_failures_without_a_new_checkpoint_end_the_run() -> None:
     )
     last = decided(seen(*failed, of=in_round("ab", 4, failures=2)))
     assert isinstance(last, Finish) and last.code == 1 and "rank 0 died" in last.message
+    since = decided(seen(*failed, of=in_round("ab", 4, failures=2)), progressed=True)
+    assert since == Begin(("a", "b"), "a: rank 0 died", failed=True)
     # whose rank died of the loss of another
     died = member("b", FAILED, 4, reason="connection closed")
     lost = seen(died, of=in_round("ab", 4, failures=2), silent="a")
@@ -121,6 +124,7 @@ def test_a_new_node_is_taken_in_where_there_is_room_and_a_layout() -> None:
     assert decided(found, most=3) == Stop("a joins")
     assert decided(found, most=2) == Wait()
     assert decided(found, most=3, usable=lambda nodes: 2) == Wait()
+    assert decided(found, most=3, tried=["b", "c"]) == Wait()
     cut_off = seen(replace(running[0], unreachable=("a",)), *running[1:], of=in_round("bc", 2))
     assert decided(cut_off, most=3) == Wait()
     asked = replace(found, stop="a joins")
@@ -186,3 +190,15 @@ def test_the_first_living_node_of_the_round_leads() -> None:
     found = seen(member("a"), member("c", RUNNING, 1), of=in_round("bc"))
     assert leads("c", found) and not leads("a", found)
     assert leads("a", seen(member("a"), member("b")))
+
+
+def test_a_node_that_was_asked_to_leave_goes_when_nobody_needs_it() -> None:
+    leaver = member("b", STOPPED, 1, leaving=True)
+    now = in_round("ab")
+    assert not may_leave("b", seen(member("a", RUNNING, 1), leaver, of=now)), (
+        "the others still save"
+    )
+    assert may_leave("b", seen(member("a", STOPPED, 1), leaver, of=now))
+    assert may_leave("b", seen(member("a", RUNNING, 2), leaver, of=in_round("a", 2)))
+    assert may_leave("b", seen(member("a"), replace(leaver, round=0))), "before the first round"
+    assert not may_leave("b", seen(leaver, of=now)), "the last one ends the run"

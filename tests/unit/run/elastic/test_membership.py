@@ -70,6 +70,48 @@ def test_the_end_of_an_earlier_start_does_not_end_a_node_that_joined_later(tmp_p
     assert later.look().end == (0, "finished")
 
 
+def test_an_end_after_the_start_of_all_nodes_counts_for_one_that_joins_after_it(
+    tmp_path: Path,
+) -> None:
+    """A supervisor that was started again while the run ended."""
+    began = tmp_path / "began"
+    began.write_text("")
+    membership(tmp_path, "first").finish(76, "diverged")
+    os.utime(began, (began.stat().st_mtime - 60,) * 2)
+    late = Membership(tmp_path, Member("late", "t", "h", 1, 2, 2, "c"), lease=5.0, began=began)
+    late.join()
+    assert late.look().end == (76, "diverged")
+
+
+def test_what_could_not_be_told_is_told_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, other = membership(tmp_path, "one"), membership(tmp_path, "other")
+
+    def full(*_: Any, **__: Any) -> int:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "write_text", full)
+        with pytest.raises(OSError, match="space"):
+            one.tell(state="failed", round=2)
+    assert other.look().alive["one"].state == "ready"
+    one.look()
+    assert other.look().alive["one"].state == "failed"
+
+
+def test_a_round_is_created_once_without_hard_links_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none(*_: object) -> None:
+        raise OSError(95, "Operation not supported")
+
+    monkeypatch.setattr(os, "link", none)
+    one = membership(tmp_path, "one")
+    assert one.begin(proposed(1, "one")) and not one.begin(proposed(1, "other"))
+    assert one.newest() == proposed(1, "one")
+
+
 def test_an_end_leaves_no_lease_of_failed_nodes_behind(tmp_path: Path) -> None:
     one, _ = membership(tmp_path, "one"), membership(tmp_path, "gone")
     os.utime(tmp_path / "members/gone.json", (1, 1))

@@ -49,7 +49,7 @@ def test_a_node_that_does_not_answer_for_a_lease_is_unreachable_and_one_that_doe
 
 def test_a_node_connects_to_few_others_that_follow_it(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = set()
-    monkeypatch.setattr(signs, "reached", lambda member: not asked.add(member.name))
+    monkeypatch.setattr(signs, "reached", lambda member, **_: not asked.add(member.name))
     one = Signs("127.0.0.1", "token of n08", lease=1.0)
     group = [member(f"n{number:02d}") for number in range(10)]
     one.watch(group, "n08")

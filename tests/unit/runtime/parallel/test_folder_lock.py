@@ -108,8 +108,12 @@ def test_who_is_patient_takes_over_from_a_process_here_that_was_stopped(tmp_path
         process.send_signal(signal.SIGSTOP)
         with pytest.raises(LockedError, match="in use"):
             FolderLock(tmp_path, "run", stale=0.5).acquire()
+        file = tmp_path / FILE
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"stale": 1.0}))
         patient = FolderLock(tmp_path, "run", stale=0.5, patient=True)
+        begin = time.monotonic()
         patient.acquire()
+        assert time.monotonic() - begin > 0.5, "the other is given the time that it asks for"
         patient.release()
 
 
