@@ -29,8 +29,8 @@ class Trained(Protocol):
     def training_tensors(self) -> Iterable[ShardBox]: ...
 
 
-class Copy(NamedTuple):
-    """Copy is what a process says of its part of the models: `holding` identifies which boxes of
+class HeldContent(NamedTuple):
+    """HeldContent is what a process says of its part of the models: `holding` identifies which boxes of
     which tensors it has, and `content` what is in them.
     """
 
@@ -61,7 +61,7 @@ def check_replicas(models: Mapping[str, Trained], *, step: int) -> None:
     sums = sums_of(models)
     holding = hashlib.sha256("\n".join(sums).encode()).hexdigest()
     content = hashlib.sha256(repr(list(sums.values())).encode()).hexdigest()
-    copies: list[Copy] = gather_objects(Copy(socket.gethostname(), holding, content))
+    copies: list[HeldContent] = gather_objects(HeldContent(socket.gethostname(), holding, content))
     different = {
         each for each in {copy.holding for copy in copies} if len(_contents(copies, each)) > 1
     }
@@ -98,11 +98,13 @@ def sums_of(models: Mapping[str, Trained]) -> dict[str, int]:
     return dict(zip(names, sums, strict=True))
 
 
-def _contents(copies: Sequence[Copy], holding: str) -> Counter[str]:
+def _contents(copies: Sequence[HeldContent], holding: str) -> Counter[str]:
     return Counter(copy.content for copy in copies if copy.holding == holding)
 
 
-def _described(holding: str, copies: Sequence[Copy], told: Sequence[Mapping[str, int]]) -> str:
+def _described(
+    holding: str, copies: Sequence[HeldContent], told: Sequence[Mapping[str, int]]
+) -> str:
     """Returns a sentence on the processes that hold the same parts: which of them differ from most,
     and in which tensors.
     """

@@ -15,17 +15,17 @@ from rftmega.run.elastic.membership import (
     FINISHED,
     RUNNING,
     STOPPED,
+    ClusterView,
     Member,
     Round,
-    Seen,
 )
 
 LARGEST_SEARCH = 12  # nodes up to which all sets of nodes that reach each other are compared
 
 
 @dataclass(frozen=True)
-class Limits:
-    """Limits are the bounds of an elastic run: the fewest and most nodes (`least`, `most`), and the
+class NodeLimits:
+    """NodeLimits are the bounds of an elastic run: the fewest and most nodes (`least`, `most`), and the
     number of failed rounds in a row without a new checkpoint at which it gives up (`failures`).
     """
 
@@ -70,7 +70,7 @@ class Finish:
 Decision = Wait | Begin | Stop | Finish
 
 
-def problem(seen: Seen) -> str:
+def problem(seen: ClusterView) -> str:
     """Returns why the present round can't go on; empty if it can, or if there is none."""
     if seen.round is None:
         return ""
@@ -87,7 +87,7 @@ def problem(seen: Seen) -> str:
     return ""
 
 
-def lost(of: Round, seen: Seen) -> list[str]:
+def lost(of: Round, seen: ClusterView) -> list[str]:
     """Returns the names of the round's nodes that are not alive, or were started again since."""
     return [
         name
@@ -96,14 +96,14 @@ def lost(of: Round, seen: Seen) -> list[str]:
     ]
 
 
-def leads(name: str, seen: Seen) -> bool:
+def leads(name: str, seen: ClusterView) -> bool:
     """Returns whether the node is the leader: the first living one of the round, else of all."""
     return next(iter(_order(seen)), "") == name
 
 
 def decide(
-    seen: Seen,
-    limits: Limits,
+    seen: ClusterView,
+    limits: NodeLimits,
     *,
     settled: bool,
     requeue_code: int,
@@ -151,7 +151,7 @@ def decide(
     return Begin(tuple(candidates[: limits.most]), why, failed=failed)
 
 
-def may_leave(name: str, seen: Seen) -> bool:
+def may_leave(name: str, seen: ClusterView) -> bool:
     """Returns whether a node that was asked to leave, and whose ranks have ended, can go now: the
     others don't need it, and none of them still saves with it.
     """
@@ -188,7 +188,12 @@ def reaching(names: Sequence[str], alive: Mapping[str, Member]) -> list[str]:
 
 
 def _first(
-    staying: Sequence[str], limits: Limits, *, settled: bool, requeue_code: int, seen: Seen
+    staying: Sequence[str],
+    limits: NodeLimits,
+    *,
+    settled: bool,
+    requeue_code: int,
+    seen: ClusterView,
 ) -> Decision:
     if not staying and seen.alive:
         return Finish(requeue_code, "all nodes were asked to end before the run began")
@@ -203,10 +208,10 @@ def _first(
 
 
 def _of_running(
-    seen: Seen,
+    seen: ClusterView,
     now: Round,
     staying: Sequence[str],
-    limits: Limits,
+    limits: NodeLimits,
     usable: Callable[[int], int],
 ) -> Decision:
     """Returns the decision while the round has no problem."""
@@ -225,13 +230,13 @@ def _of_running(
     return Wait()
 
 
-def _order(seen: Seen) -> list[str]:
+def _order(seen: ClusterView) -> list[str]:
     """Returns the names of all living nodes: those of the round first, in its order."""
     before = [name for name in (seen.round.names if seen.round else ()) if name in seen.alive]
     return [*before, *(name for name in seen.alive if name not in before)]
 
 
-def _members(of: Round, seen: Seen) -> list[Member]:
+def _members(of: Round, seen: ClusterView) -> list[Member]:
     gone = lost(of, seen)
     return [seen.alive[name] for name in of.names if name not in gone]
 
@@ -241,7 +246,7 @@ def _state(member: Member, of: Round) -> str:
     return member.state if member.round == of.number else RUNNING
 
 
-def _of_lost(name: str, seen: Seen) -> str:
+def _of_lost(name: str, seen: ClusterView) -> str:
     if name in seen.silent:
         return f"{name} gave no sign of life for {seen.silent[name]:.0f} s"
     return f"{name} was started again" if name in seen.alive else f"{name} has left"

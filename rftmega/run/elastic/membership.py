@@ -93,8 +93,8 @@ class Round:
 
 
 @dataclass(frozen=True)
-class Seen:
-    """Seen is what a node read from the folder at one moment.
+class ClusterView:
+    """ClusterView is what a node read from the folder at one moment.
 
     `alive`: members whose lease has not expired, by name, in the order of their names; `silent`:
     the others, with the seconds since their last sign; `round`: the newest round, if there is one;
@@ -162,7 +162,7 @@ class Membership:
         found = _read(self._file)
         return found is not None and found.get("token") != self.member.token
 
-    def look(self) -> Seen:
+    def look(self) -> ClusterView:
         """Returns what the folder says now."""
         if self._untold:
             self.tell()
@@ -185,7 +185,7 @@ class Membership:
         newest, stop = self.newest(), ""
         if newest is not None:
             stop = str((_read(self._stop_file(newest.number)) or {}).get("reason", ""))
-        return Seen(alive, silent, newest, stop, self._end())
+        return ClusterView(alive, silent, newest, stop, self._end())
 
     def newest(self) -> Round | None:
         """Returns the newest round; None before the first."""

@@ -32,7 +32,7 @@ class Signs:
         self._reached: dict[str, float] = {}  # name and token -> time of the last connection
         self._over = threading.Event()
         self._neighbours: Sequence[Member] = ()
-        for work in (self._answer, self._connect):
+        for work in (self._reply, self._connect):
             threading.Thread(target=work, name="signs", daemon=True).start()
 
     def watch(self, members: Sequence[Member], own: str) -> tuple[str, ...]:
@@ -62,7 +62,7 @@ class Signs:
             self._listener.shutdown(socket.SHUT_RDWR)  # ends the thread's wait
         self._listener.close()
 
-    def _answer(self) -> None:
+    def _reply(self) -> None:
         while not self._over.is_set():
             try:
                 connection, _ = self._listener.accept()

@@ -9,7 +9,7 @@ from rftmega import config as configuration
 from rftmega.config import RunConfig
 from rftmega.core.errors import ConfigError, LockedError, NodeFault
 from rftmega.run import api
-from rftmega.run.elastic.decision import Limits
+from rftmega.run.elastic.decision import NodeLimits
 from rftmega.run.hub import fetched
 from rftmega.run.hub_upload import claim, upload
 from rftmega.run.train import task_of
@@ -60,14 +60,14 @@ def elastic(
     return supervisor.run()
 
 
-def limits_of(nodes: str) -> Limits:
+def limits_of(nodes: str) -> NodeLimits:
     """Returns the fewest and most nodes of the text "MIN:MAX". Raises ConfigError for another."""
     found = re.fullmatch(r"(\d+):(\d+)", nodes.strip())
     if found is None or not 1 <= int(found[1]) <= int(found[2]):
         raise ConfigError(
             f"--elastic {nodes} must be the fewest and the most nodes, as 2:4, with 1 <= fewest <= most."
         )
-    return Limits(int(found[1]), int(found[2]))
+    return NodeLimits(int(found[1]), int(found[2]))
 
 
 def refusals(config: RunConfig, processes: int | None) -> list[str]:

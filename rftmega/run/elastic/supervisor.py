@@ -21,7 +21,7 @@ from rftmega.run.elastic import decision as decisions
 from rftmega.run.elastic.decision import (
     Begin,
     Finish,
-    Limits,
+    NodeLimits,
     Stop,
     Wait,
     decide,
@@ -36,10 +36,10 @@ from rftmega.run.elastic.membership import (
     FINISHED,
     RUNNING,
     STOPPED,
+    ClusterView,
     Member,
     Membership,
     Round,
-    Seen,
     new_token,
 )
 from rftmega.run.elastic.node_ranks import NodeRanks, Outcome
@@ -67,7 +67,7 @@ class Supervisor:
         self,
         config: RunConfig,
         processes: int,
-        limits: Limits,
+        limits: NodeLimits,
         work: Callable[[RunConfig, float], int],
         *,
         preload: Sequence[str],
@@ -194,7 +194,7 @@ class Supervisor:
         if self._refusal is not None:
             raise self._refusal
 
-    def _act(self, seen: Seen) -> int | None:
+    def _act(self, seen: ClusterView) -> int | None:
         if self._asked and not self._membership.member.leaving:
             self._membership.tell(leaving=True)
             return None
@@ -247,7 +247,7 @@ class Supervisor:
         except OSError as error:
             self._end_ranks(FAILED, f"its ranks can't be started: {error}")
 
-    def _follow(self, now: Round, seen: Seen) -> None:
+    def _follow(self, now: Round, seen: ClusterView) -> None:
         """Watches this node's ranks in the round."""
         if not self._ranks.running:
             return
@@ -294,7 +294,7 @@ class Supervisor:
             return free_port(self._membership.member.address)
         return self._membership.member.store_port
 
-    def _check_fit(self, seen: Seen) -> None:
+    def _check_fit(self, seen: ClusterView) -> None:
         """Raises ConfigError if this node can't train with the others, which were there before."""
         now = seen.round
         if now is not None and decisions.lost(now, seen) != list(now.names):
@@ -316,7 +316,7 @@ class Supervisor:
                 "file, options and environment."
             )
 
-    def _lead(self, seen: Seen) -> None:
+    def _lead(self, seen: ClusterView) -> None:
         """Does what the nodes as a whole do next."""
         now = time.monotonic()
         newest = max((self._known[member.token] for member in seen.alive.values()), default=now)
@@ -354,7 +354,7 @@ class Supervisor:
                 return
         self._end = found
 
-    def _begin(self, found: Begin, seen: Seen) -> None:
+    def _begin(self, found: Begin, seen: ClusterView) -> None:
         """Creates the next round, with as many of the candidates as there is a layout for."""
         try:
             size, changes = self._layouts.best(len(found.candidates))
@@ -439,7 +439,7 @@ class Supervisor:
 class Layouts:
     """Layouts are the layouts of the run for every number of nodes."""
 
-    def __init__(self, config: RunConfig, limits: Limits, processes: int, file: Path):
+    def __init__(self, config: RunConfig, limits: NodeLimits, processes: int, file: Path):
         """`file`: where a process of its own writes what it has found."""
         self._config, self._limits, self._processes = config, limits, processes
         self._file = file

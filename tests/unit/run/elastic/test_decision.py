@@ -8,7 +8,7 @@ import pytest
 from rftmega.run.elastic.decision import (
     Begin,
     Finish,
-    Limits,
+    NodeLimits,
     Stop,
     Wait,
     decide,
@@ -24,9 +24,9 @@ from rftmega.run.elastic.membership import (
     READY,
     RUNNING,
     STOPPED,
+    ClusterView,
     Member,
     Round,
-    Seen,
 )
 
 REQUEUE = 75
@@ -43,15 +43,17 @@ def in_round(names: str, number: int = 1, failures: int = 0) -> Round:
     return Round(number, members, 2, "config", {}, "127.0.0.1", 1, "why", failures)
 
 
-def seen(*members: Member, of: Round | None = None, stop: str = "", silent: str = "") -> Seen:
+def seen(
+    *members: Member, of: Round | None = None, stop: str = "", silent: str = ""
+) -> ClusterView:
     alive = {each.name: each for each in sorted(members, key=lambda each: each.name)}
-    return Seen(alive, dict.fromkeys(silent, 12.0), of, stop)
+    return ClusterView(alive, dict.fromkeys(silent, 12.0), of, stop)
 
 
 def decided(
-    found: Seen, least: int = 1, most: int = 4, *, settled: bool = True, **given: Any
+    found: ClusterView, least: int = 1, most: int = 4, *, settled: bool = True, **given: Any
 ) -> Any:
-    return decide(found, Limits(least, most), settled=settled, requeue_code=REQUEUE, **given)
+    return decide(found, NodeLimits(least, most), settled=settled, requeue_code=REQUEUE, **given)
 
 
 def test_a_run_begins_with_all_nodes_or_with_enough_when_no_more_come() -> None:

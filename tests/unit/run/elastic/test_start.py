@@ -8,7 +8,7 @@ import pytest
 from rftmega import config as configuration
 from rftmega.config import RunConfig
 from rftmega.core.errors import ConfigError, RFTMegaError
-from rftmega.run.elastic.decision import Limits
+from rftmega.run.elastic.decision import NodeLimits
 from rftmega.run.elastic.layout_choice import choose_layouts, layout_of, read_layouts
 from rftmega.run.elastic.start import elastic, limits_of, refusals
 from rftmega.run.elastic.supervisor import Layouts, digest
@@ -33,7 +33,7 @@ def config_of(tmp_path: Path, *options: str) -> RunConfig:
 
 @pytest.mark.parametrize("text", ["", "2", "3:2", "0:4", "a:b", "2:", "-1:2", "1:2:3", "1.5:2"])
 def test_numbers_of_nodes_are_a_range(text: str) -> None:
-    assert limits_of(" 2:4 ") == Limits(2, 4)
+    assert limits_of(" 2:4 ") == NodeLimits(2, 4)
     with pytest.raises(ConfigError, match="as 2:4"):
         limits_of(text)
 
@@ -86,13 +86,13 @@ def test_layouts_are_found_for_each_number_of_nodes_or_the_reason_why_not(tmp_pa
 
 def test_as_many_nodes_take_part_as_there_is_a_layout_for(tmp_path: Path) -> None:
     file = tmp_path / "layouts.json"
-    layouts = Layouts(config_of(tmp_path), Limits(2, 4), 1, file)
+    layouts = Layouts(config_of(tmp_path), NodeLimits(2, 4), 1, file)
     assert layouts.known(4) == 0
     file.write_text(json.dumps({"4": "no", "3": {"parallel.tensor": 3}, "2": {}}))
     assert layouts.known(4) == layouts.known(3) == 3 and layouts.known(2) == 2
     assert layouts.best(4) == (3, {"parallel.tensor": 3})
     assert layouts.best(2) == (2, {})
-    nothing = Layouts(config_of(tmp_path), Limits(4, 4), 1, tmp_path / "others.json")
+    nothing = Layouts(config_of(tmp_path), NodeLimits(4, 4), 1, tmp_path / "others.json")
     (tmp_path / "others.json").write_text(json.dumps({"4": "it does not fit"}))
     with pytest.raises(RFTMegaError, match="it does not fit"):
         nothing.best(4)
