@@ -135,7 +135,12 @@ def arguments(command: str) -> argparse.ArgumentParser:
             help="ranks, one a GPU where there are GPUs",
         )
         return parser
-    add("--nodes", type=int, metavar="N", help="nodes of the trainer; without --elastic it is needed")
+    add(
+        "--nodes",
+        type=int,
+        metavar="N",
+        help="nodes of the trainer; without --elastic it is needed",
+    )
     add(
         "--elastic",
         default="",
