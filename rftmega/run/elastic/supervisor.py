@@ -454,14 +454,15 @@ class Layouts:
 
         Raises ConfigError if no number from the fewest nodes on has one.
         """
+        reasons = []
         for size in range(nodes, self._limits.least - 1, -1):
             found = self._of(size)
             if not isinstance(found, str):
+                for reason in reasons:
+                    log.warning("%s", reason)
                 return size, found
-            log.warning("no layout for %d node(s): %s", size, found)
-        raise ConfigError(
-            f"There is no layout for {self._limits.least} to {nodes} node(s) of {self._processes} ranks: {self._of(nodes)}"
-        )
+            reasons.append(f"With {size} node(s) of {self._processes} rank(s) each: {found}")
+        raise ConfigError(reasons[0])
 
     def known(self, nodes: int) -> int:
         """Returns the largest number of nodes, at most `nodes`, that is known to have a layout; 0 if
