@@ -162,6 +162,8 @@ def test_a_node_that_leaves_is_let_go_and_the_run_with_the_last_one_ends_to_be_s
 def test_the_run_is_over_when_the_first_rank_s_node_has_finished() -> None:
     now = in_round("ba")
     assert decided(seen(member("a", FINISHED, 1), member("b", RUNNING, 1), of=now)) == Wait()
+    lost = seen(member("a", FINISHED, 1), of=now, silent="b")
+    assert decided(lost) == Begin(("a",), "b gave no sign of life for 12 s"), "b exports"
     over = seen(member("a", RUNNING, 1), member("b", FINISHED, 1), of=now)
     assert decided(over) == Finish(0, "finished")
 

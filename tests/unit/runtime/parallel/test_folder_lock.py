@@ -37,8 +37,10 @@ def another_process(folder: Path) -> Iterator[subprocess.Popen[str]]:
     command = [sys.executable, "-c", HOLD, str(folder)]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None and process.stdout.readline() == "held\n"
-        yield process
-        process.kill()
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
 def write_lock(folder: Path, **otherwise: Any) -> Path:
@@ -113,7 +115,7 @@ def test_who_is_patient_takes_over_from_a_process_here_that_was_stopped(tmp_path
         patient = FolderLock(tmp_path, "run", stale=0.5, patient=True)
         begin = time.monotonic()
         patient.acquire()
-        assert time.monotonic() - begin > 0.5, "the other is given the time that it asks for"
+        assert time.monotonic() - begin > 0.9, "the other is given the time that it asks for"
         patient.release()
 
 
