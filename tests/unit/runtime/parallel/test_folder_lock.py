@@ -112,7 +112,7 @@ def test_who_is_patient_takes_over_from_a_process_here_that_was_stopped(tmp_path
             FolderLock(tmp_path, "run", stale=0.5).acquire()
         file = tmp_path / FILE
         file.write_text(json.dumps(json.loads(file.read_text()) | {"stale": 1.0}))
-        patient = FolderLock(tmp_path, "run", stale=0.5, patient=True)
+        patient = FolderLock(tmp_path, "run", stale=0.2, patient=True)
         begin = time.monotonic()
         patient.acquire()
         assert time.monotonic() - begin > 0.9, "the other is given the time that it asks for"
