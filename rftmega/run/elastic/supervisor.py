@@ -454,7 +454,7 @@ class Layouts:
 
         Raises ConfigError if no number from the fewest nodes on has one.
         """
-        reasons = []
+        reasons: list[str] = []
         for size in range(nodes, self._limits.least - 1, -1):
             found = self._of(size)
             if not isinstance(found, str):
