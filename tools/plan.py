@@ -56,6 +56,7 @@ from rftmega.config.teacher_config import config_of
 from rftmega.core.errors import ConfigError, exit_code_of
 from rftmega.run.hub import fetched
 from rftmega.run.option_parser import OptionParser
+from rftmega.run.planning import usual_device
 
 if TYPE_CHECKING:
     from rftmega.run.planning.backends import Recommendation
@@ -72,13 +73,13 @@ KINDS = (
 WIDTH = 100  # columns
 SHOWN = 8  # layouts that don't fit
 FLAGS = (
-    ("--reserved-gb", 4.0, "of each device that is nobody's"),
+    ("--reserved-gb", usual_device.RESERVED_GB, "of each device that is nobody's"),
     ("--host-memory", 0.0, "GB of a node's host memory; 0: not looked at"),
-    ("--tflops", 989.0, "of a device, dense, in the training dtype"),
-    ("--hbm-gbs", 3350.0, "GB/s of a device's memory"),
-    ("--nvlink-gbs", 450.0, "GB/s of a device within a node, one way"),
-    ("--nic-gbs", 50.0, "GB/s of a device between nodes, one way"),
-    ("--pcie-gbs", 50.0, "GB/s between a device and its host, one way"),
+    ("--tflops", usual_device.TFLOPS, "of a device, dense, in the training dtype"),
+    ("--hbm-gbs", usual_device.HBM_GBS, "GB/s of a device's memory"),
+    ("--nvlink-gbs", usual_device.NVLINK_GBS, "GB/s of a device within a node, one way"),
+    ("--nic-gbs", usual_device.NIC_GBS, "GB/s of a device between nodes, one way"),
+    ("--pcie-gbs", usual_device.PCIE_GBS, "GB/s between a device and its host, one way"),
     ("--mean-length", 0.5, "of --splits, assumed: mean answer over rollout.max_response_tokens"),
     ("--token-ns", 250.0, "ns of a core for each token of a step's rollouts (docs/results.md)"),
 )

@@ -44,20 +44,10 @@ def run(description: str | None) -> int:
     keep_private()  # until this process ends: files are still written at exit
     code = 0
     try:
-        if given.dry_run:
+        if given.elastic or given.node or given.address or given.lease_seconds is not None:
+            code = _elastic(given)
+        elif given.dry_run:
             shown(given)
-        elif given.elastic:
-            from rftmega.run.elastic.start import elastic
-
-            code = elastic(
-                given.config,
-                given.overrides,
-                given.processes,
-                given.elastic,
-                name=given.node,
-                address=given.address,
-                lease=given.lease_seconds,
-            )
         else:
             result = train(given.config, processes=given.processes, overrides=given.overrides)
             code = result.exit_code
@@ -71,6 +61,35 @@ def run(description: str | None) -> int:
         with contextlib.suppress(OSError):
             Path(mark).write_text(f"{code}\n")
     return code
+
+
+def _elastic(given: argparse.Namespace) -> int:
+    """Runs one node of an elastic run, or checks it (`--dry-run`). Returns the exit code.
+
+    Raises ConfigError for an option of elastic runs without --elastic.
+    """
+    from rftmega.run.elastic.start import LEASE_SECONDS, elastic, limits_of, refusals
+
+    if not given.elastic:
+        raise ConfigError(
+            "--node, --address and --lease-seconds are for elastic runs. Give --elastic MIN:MAX, or leave them out."
+        )
+    if given.dry_run:
+        limits_of(given.elastic)
+        config = configuration.load(given.config, given.overrides)
+        if found := refusals(config, given.processes):
+            raise ConfigError.listing("This can't be an elastic run", found)
+        shown(given)  # of one node
+        return 0
+    return elastic(
+        given.config,
+        given.overrides,
+        given.processes,
+        given.elastic,
+        name=given.node,
+        address=given.address,
+        lease=LEASE_SECONDS if given.lease_seconds is None else given.lease_seconds,
+    )
 
 
 def arguments(description: str | None) -> argparse.Namespace:
@@ -119,7 +138,6 @@ def arguments(description: str | None) -> argparse.Namespace:
     parser.add_argument(
         "--lease-seconds",
         type=float,
-        default=10.0,
         metavar="S",
         help="a node that gives no sign of life for so long has failed (--elastic; 10)",
     )

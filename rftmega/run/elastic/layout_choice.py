@@ -5,19 +5,100 @@ The results don't depend on it.
 """
 
 import json
+import logging
+import multiprocessing
 import os
-from collections.abc import Iterable
+import time
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rftmega.config import RunConfig
-from rftmega.core.errors import RFTMegaError
+from rftmega.core.errors import ConfigError, RFTMegaError
+from rftmega.run.elastic.decision import NodeLimits
+from rftmega.run.local_launcher import main_of_ranks
+from rftmega.run.planning import usual_device
 from rftmega.runtime import device
 
+GB = 1e9
 QUIET = 19  # of os.nice: ranks come first
-RESERVED = 4e9  # bytes of a CUDA device that are nobody's, as in `rftmega plan`
-# rates that only compare layouts: those of an H100 with NVLink and a 400 Gb/s card
-FLOPS, MEMORY, NVLINK, NIC, HOST = 989e12, 3350e9, 450e9, 50e9, 50e9
+log = logging.getLogger(__name__)
+
+
+class Layouts:
+    """Layouts are the layouts of the run for every number of nodes."""
+
+    def __init__(self, config: RunConfig, limits: NodeLimits, processes: int, file: Path):
+        """`file`: where a process of its own writes what it has found."""
+        self._config, self._limits, self._processes = config, limits, processes
+        self._file = file
+        self._file.unlink(missing_ok=True)
+        self._found: dict[int, dict[str, Any] | str] = {}
+        self._started: set[int] = set()
+        self._worker: Any = None
+
+    def best(self, nodes: int) -> tuple[int, Mapping[str, Any]]:
+        """Returns the largest number of nodes, at most `nodes`, that has a layout, and its changes
+        of options. Computes it if nobody did, which takes seconds.
+
+        Raises ConfigError if no number from the fewest nodes on has one.
+        """
+        reasons: list[str] = []
+        for size in range(nodes, self._limits.least - 1, -1):
+            found = self._of(size)
+            if not isinstance(found, str):
+                for reason in reasons:
+                    log.warning("%s", reason)
+                return size, found
+            reasons.append(f"With {size} node(s) of {self._processes} rank(s) each: {found}")
+        raise ConfigError(reasons[0])
+
+    def known(self, nodes: int) -> int:
+        """Returns the largest number of nodes, at most `nodes`, that is known to have a layout; 0 if
+        none is known yet.
+        """
+        self._found |= read_layouts(self._file)
+        sizes = [size for size, found in self._found.items() if not isinstance(found, str)]
+        return max((size for size in sizes if size <= nodes), default=0)
+
+    def prepare(self) -> None:
+        """Computes in the background the layouts that are not known yet."""
+        self._found |= read_layouts(self._file)
+        wanted = range(self._limits.most, self._limits.least - 1, -1)
+        missing = [size for size in wanted if size not in self._found]
+        if missing and not self._working():
+            self._start(missing)
+
+    def close(self) -> None:
+        if self._worker is not None:
+            self._worker.kill()
+            self._worker.join()
+            self._worker = None
+        self._file.unlink(missing_ok=True)
+
+    def _of(self, size: int) -> dict[str, Any] | str:
+        while True:
+            working = self._working()
+            self._found |= read_layouts(self._file)
+            if size in self._found:
+                return self._found[size]
+            if not working:
+                if size in self._started:
+                    self._found[size] = "the planner ended without a result"
+                else:
+                    self._start([size])
+            time.sleep(0.05)
+
+    def _working(self) -> bool:
+        return self._worker is not None and self._worker.is_alive()
+
+    def _start(self, sizes: Sequence[int]) -> None:
+        self._started.update(sizes)
+        context: Any = multiprocessing.get_context(device.current().start_method)
+        given = (self._config, list(sizes), self._processes, self._file)
+        with main_of_ranks():
+            self._worker = context.Process(target=choose_layouts, args=given)
+            self._worker.start()
 
 
 def choose_layouts(config: RunConfig, sizes: Iterable[int], processes: int, file: Path) -> None:
@@ -80,8 +161,17 @@ def machine_of(world: int, processes: int) -> Any:
     here = device.current()
     on_cpu = here.devices() is None
     share = here.capacity() / (processes if on_cpu else 1)
-    budget = Budget(share, 0.0 if on_cpu else RESERVED)
-    return Machine(world, budget, Speeds(FLOPS, MEMORY, NVLINK, NIC, HOST, processes))
+    budget = Budget(share, 0.0 if on_cpu else usual_device.RESERVED_GB * GB)
+    # rates only compare layouts
+    speeds = Speeds(
+        usual_device.TFLOPS * 1e12,
+        usual_device.HBM_GBS * GB,
+        usual_device.NVLINK_GBS * GB,
+        usual_device.NIC_GBS * GB,
+        usual_device.PCIE_GBS * GB,
+        processes,
+    )
+    return Machine(world, budget, speeds)
 
 
 def read_layouts(file: Path) -> dict[int, dict[str, Any] | str]:

@@ -14,6 +14,7 @@ from rftmega.run.hub import fetched
 from rftmega.run.hub_upload import claim, upload
 from rftmega.run.train import task_of
 
+LEASE_SECONDS = 10.0  # by default
 SHORTEST = 2.0  # seconds of a lease
 BEGAN = "RFTMEGA_ELASTIC_BEGAN"  # a file that was written when all nodes were started
 
@@ -26,7 +27,7 @@ def elastic(
     *,
     name: str = "",
     address: str = "",
-    lease: float = 10.0,
+    lease: float = LEASE_SECONDS,
 ) -> int:
     """Runs one node of an elastic run with `processes` ranks until the run ends. Returns the exit
     code. `nodes`: fewest and most nodes, as "2:4"; `name`, `address` and `lease`: see `Supervisor`.

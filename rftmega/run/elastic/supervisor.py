@@ -2,14 +2,12 @@
 
 import hashlib
 import json
-import logging
-import multiprocessing
 import signal
 import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -29,7 +27,7 @@ from rftmega.run.elastic.decision import (
     may_leave,
     problem,
 )
-from rftmega.run.elastic.layout_choice import choose_layouts, read_layouts
+from rftmega.run.elastic.layout_choice import Layouts
 from rftmega.run.elastic.membership import (
     ENDED,
     FAILED,
@@ -44,9 +42,7 @@ from rftmega.run.elastic.membership import (
 )
 from rftmega.run.elastic.node_ranks import NodeRanks, Outcome
 from rftmega.run.elastic.signs import Signs
-from rftmega.run.local_launcher import main_of_ranks
 from rftmega.run.planning.fit import changed
-from rftmega.runtime import device
 from rftmega.runtime.parallel.nodes import versions
 
 FOLDER = "elastic"  # in trainer.output
@@ -57,7 +53,6 @@ FINISH_SECONDS = 60.0  # in which ranks end by themselves after the run's first 
 ELSEWHERE = "192.0.2.1"  # of no host (RFC 5737)
 NODES_PER_SECOND = 32.0  # nodes whose leases one node reads a second
 SILENT_SECONDS = 60.0  # between two lines of a supervisor that waits
-log = logging.getLogger(__name__)
 
 
 class Supervisor:
@@ -434,82 +429,6 @@ class Supervisor:
         self._said, self._said_at = text, now
         sys.stdout.write(f"[{self.name}] {text}\n")
         sys.stdout.flush()
-
-
-class Layouts:
-    """Layouts are the layouts of the run for every number of nodes."""
-
-    def __init__(self, config: RunConfig, limits: NodeLimits, processes: int, file: Path):
-        """`file`: where a process of its own writes what it has found."""
-        self._config, self._limits, self._processes = config, limits, processes
-        self._file = file
-        self._file.unlink(missing_ok=True)
-        self._found: dict[int, dict[str, Any] | str] = {}
-        self._started: set[int] = set()
-        self._worker: Any = None
-
-    def best(self, nodes: int) -> tuple[int, Mapping[str, Any]]:
-        """Returns the largest number of nodes, at most `nodes`, that has a layout, and its changes
-        of options. Computes it if nobody did, which takes seconds.
-
-        Raises ConfigError if no number from the fewest nodes on has one.
-        """
-        reasons: list[str] = []
-        for size in range(nodes, self._limits.least - 1, -1):
-            found = self._of(size)
-            if not isinstance(found, str):
-                for reason in reasons:
-                    log.warning("%s", reason)
-                return size, found
-            reasons.append(f"With {size} node(s) of {self._processes} rank(s) each: {found}")
-        raise ConfigError(reasons[0])
-
-    def known(self, nodes: int) -> int:
-        """Returns the largest number of nodes, at most `nodes`, that is known to have a layout; 0 if
-        none is known yet.
-        """
-        self._found |= read_layouts(self._file)
-        sizes = [size for size, found in self._found.items() if not isinstance(found, str)]
-        return max((size for size in sizes if size <= nodes), default=0)
-
-    def prepare(self) -> None:
-        """Computes in the background the layouts that are not known yet."""
-        self._found |= read_layouts(self._file)
-        wanted = range(self._limits.most, self._limits.least - 1, -1)
-        missing = [size for size in wanted if size not in self._found]
-        if missing and not self._working():
-            self._start(missing)
-
-    def close(self) -> None:
-        if self._worker is not None:
-            self._worker.kill()
-            self._worker.join()
-            self._worker = None
-        self._file.unlink(missing_ok=True)
-
-    def _of(self, size: int) -> dict[str, Any] | str:
-        while True:
-            working = self._working()
-            self._found |= read_layouts(self._file)
-            if size in self._found:
-                return self._found[size]
-            if not working:
-                if size in self._started:
-                    self._found[size] = "the planner ended without a result"
-                else:
-                    self._start([size])
-            time.sleep(0.05)
-
-    def _working(self) -> bool:
-        return self._worker is not None and self._worker.is_alive()
-
-    def _start(self, sizes: Sequence[int]) -> None:
-        self._started.update(sizes)
-        context: Any = multiprocessing.get_context(device.current().start_method)
-        given = (self._config, list(sizes), self._processes, self._file)
-        with main_of_ranks():
-            self._worker = context.Process(target=choose_layouts, args=given)
-            self._worker.start()
 
 
 def digest(config: RunConfig) -> str:

@@ -1,6 +1,7 @@
 """What `rftmega train --elastic` refuses, and the layouts that it finds."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -8,10 +9,16 @@ import pytest
 from rftmega import config as configuration
 from rftmega.config import RunConfig
 from rftmega.core.errors import ConfigError, RFTMegaError
+from rftmega.run import command_line
 from rftmega.run.elastic.decision import NodeLimits
-from rftmega.run.elastic.layout_choice import choose_layouts, layout_of, read_layouts
+from rftmega.run.elastic.layout_choice import (
+    Layouts,
+    choose_layouts,
+    layout_of,
+    read_layouts,
+)
 from rftmega.run.elastic.start import elastic, limits_of, refusals
-from rftmega.run.elastic.supervisor import Layouts, digest
+from rftmega.run.elastic.supervisor import digest
 from tests.tiny_models import save_tiny
 
 
@@ -104,3 +111,26 @@ def test_nodes_tell_configs_apart_by_every_option(tmp_path: Path) -> None:
     one = digest(config_of(tmp_path))
     assert one == digest(config_of(tmp_path))
     assert one != digest(config_of(tmp_path, "trainer.seed=1"))
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["--node", "a"], "are for elastic runs. Give --elastic MIN:MAX"),
+        (["--lease-seconds", "5"], "are for elastic runs. Give --elastic MIN:MAX"),
+        (["--elastic", "2", "--dry-run"], "as 2:4"),
+        (["--elastic", "1:2", "--dry-run"], "--elastic needs --processes"),
+    ],
+)
+def test_options_of_elastic_runs_are_read_or_refused(
+    given: list[str],
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    config_of(tmp_path)
+    (tmp_path / "run.yaml").write_text(f"model: {{path: {tmp_path / 'model'}}}")
+    monkeypatch.setattr(sys, "argv", ["train", str(tmp_path / "run.yaml"), *given])
+    assert command_line.run("") == 2
+    assert said in capsys.readouterr().err
